@@ -32,7 +32,7 @@ _STATE = frozenset({"optimizer_variables", "metrics_variables", "optimizer", "me
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor, or weight of the model, that differs between the two checkpoints."""
+    """A tensor (or a weight of the model, if they are matched by weight) that differs between the two checkpoints."""
 
     name: str
     what: Literal["values", "dtype", "shape", "stored bytes", "not compared", "only in the first", "only in the second"]

@@ -37,7 +37,7 @@ _NO_PLACE = {
 }
 """Functions during which a signal must not raise an exception, by qualified name → why it must not."""
 _RETRY_S = 0.02
-"""Seconds after which a signal that arrived inside one of `_NO_PLACE` is sent again."""
+"""Seconds after which a signal that arrived in a function of `_NO_PLACE` is sent again, to be raised elsewhere."""
 
 
 class Terminated(KeyboardInterrupt):

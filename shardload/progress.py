@@ -68,7 +68,7 @@ class Silent:
 
 
 class TerminalProgress:
-    """A bar with bytes, rate and remaining time, drawn on stderr; it clears itself at the end."""
+    """Progress as a bar with bytes, rate and remaining time, drawn on stderr; it clears itself at the end."""
 
     def __init__(self) -> None:
         self._bar: rich.progress.Progress | None = None
@@ -167,7 +167,7 @@ class _Stage:
 
 
 class LineProgress:
-    """Writes a line to stderr at regular intervals. It has its own thread, as a load may not call it for minutes."""
+    """Progress as lines on stderr, at regular intervals. A thread writes them: a load may not report for minutes."""
 
     def __init__(
         self, *, as_json: bool = False, every_s: float | None = None, clock: Callable[[], float] = time.monotonic

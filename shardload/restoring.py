@@ -138,7 +138,7 @@ def run_restore(request: RestoreRequest) -> Restored:
 
 
 def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
-    """Restore the requested step or, if it is damaged and ``fallback`` is set, the next undamaged one before it."""
+    """Restore the requested step or, if it is damaged and ``fallback`` is set, the previous or next best intact one."""
     directory, step = request.directory, request.step
     skipped: list[str] = []
     tried: set[int] = set()
@@ -200,7 +200,7 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
 
 def weight_values(model: Any, info: StepInfo) -> list[NDArray[Any]]:
-    """Return values for ``model.set_weights``: verified ones of a shardload step or, where it has none, the current."""
+    """Return a value for each weight of ``model``: that of a shardload step, verified, or else the current one."""
     found = {id(variable): value for variable, value in _verified(model, info, "weights")}
     return [found[id(v)] if id(v) in found else np.asarray(value_of(v)) for v in model.weights]
 

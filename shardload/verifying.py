@@ -25,7 +25,7 @@ from shardload.stores.remote import location_of
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
 _READ_BYTES = 8 << 20
-"""Most bytes of a tensor to read at once: verifying reads and discards them."""
+"""Most bytes of a tensor in memory at once: verifying reads them only to see that they can be read."""
 _SHOWN = 20
 """Most problems, and most notes, that a `Verdict` lists; it states how many more there are."""
 
@@ -48,7 +48,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether no damage was found."""
+        """Whether no damage was found: the verdict is ``verified`` or ``readable``."""
         return self.verdict != "damaged"
 
     def to_json(self) -> dict[str, Any]:

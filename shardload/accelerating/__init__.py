@@ -83,7 +83,7 @@ def local_path(path: Any) -> Path:
 
 
 def fill_model(model: Any, path: Path) -> Loaded:
-    """Load weights into a model and place them as Keras would: by its layouts or, without, on the default device."""
+    """Load weights into a model and place them as Keras would: in its layouts or, if it has none, on one device."""
     # Without a distribution, a mesh of one device; `finish` makes the values ordinary arrays again.
     if current_devices(model) is None:
         one = MeshSpec(DEFAULT_AXES, (1, 1))
@@ -158,7 +158,7 @@ HEAD, BACKBONE = "head", "backbone"
 
 @dataclass(slots=True)
 class _Collected:
-    """Collects KerasHub's calls that load weights while it builds a model; one load replaces them afterwards."""
+    """Records KerasHub's calls that load weights while it builds a model; one load replaces them afterwards."""
 
     loader: Any
     parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class _Collected:
     call, because KerasHub would not have loaded these."""
 
     def call(self, call: EntryCall) -> Any:
-        """Collect a call that loads weights; let Keras make all other calls."""
+        """Record a call that loads weights, without making it; let Keras make all other calls."""
         if call.kind != "weights":
             return call.original()
         found = call.arguments
@@ -177,7 +177,7 @@ class _Collected:
         return None
 
     def convert(self, part: str, target: Any) -> None:
-        """Collect KerasHub's request to convert Hugging Face weights into ``target``, a task's head or a backbone."""
+        """Record KerasHub's request to convert Hugging Face weights into ``target``, a task's head or a backbone."""
         # KerasHub fetches a file from the Hugging Face Hub when a tensor in it is read; here all files are needed.
         preset = str(self.loader.preset)
         self._add(part, target, hubs.fetch(preset) if preset.startswith("hf://") else local_path(preset))
@@ -190,7 +190,7 @@ class _Collected:
             self.n_weights = len(target.weights)
 
     def target(self, made: Any) -> tuple[Any, Path]:
-        """Return the object to fill and the folder to read in one load, which does the same as all collected calls."""
+        """Return the object to fill and the folder to read in one load, which replaces all recorded calls."""
         if BACKBONE not in self.parts:
             raise NotSupported("it loads no weights of a backbone")
         backbone, folder = self.parts[BACKBONE]

@@ -72,7 +72,7 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """A checkpoint's files besides its weights (configurations, tokenizers), by relative path and by their library."""
+    """A checkpoint's files besides weights, such as configurations and tokenizers, in one mapping for each library."""
 
     keras: Mapping[str, Path] = field(default_factory=dict)
     transformers: Mapping[str, Path | bytes] = field(default_factory=dict)
@@ -147,7 +147,7 @@ def _may_be_private(path: Path, folder: Path, name: str) -> bool:
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name contains weights or is an index of weights files."""
+    """Whether a file's name tells that it contains weights, or is an index of files that do."""
     return name.endswith(_WEIGHTS)
 
 
@@ -222,7 +222,7 @@ def write_description(model: Any, found: Preprocessing, folder: Path) -> None:
 
 
 def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
-    """Return ``files`` with vocabulary files for KerasHub added, if they can be made from ``tokenizer.json``."""
+    """Return ``files`` with the vocabulary files that KerasHub reads, if they can be made from ``tokenizer.json``."""
     if "tokenizer.json" not in files:
         return files
     found = files["tokenizer.json"]
@@ -243,7 +243,7 @@ def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
 
 
 def _made(model: Any, manifest: Manifest) -> Any:
-    """Make KerasHub's preprocessor for a model; if that fails, its tokenizer; if that fails too, raise any error."""
+    """Make KerasHub's preprocessor for a model, or only its tokenizer if it needs more files than the source has."""
     preprocessor, tokenizer = text_classes(model)
     if tokenizer is None:
         raise UnsupportedError(f"it has none for {type(model).__name__}")

@@ -67,7 +67,7 @@ def compute(
     write: Callable[[Any, _Array], None],
     done: Callable[[Any], None],
 ) -> None:
-    """Run one step (a converter's second run, a layer's hook) and pass each value that it computes to ``write``.
+    """Run one loading step (KerasHub's converter, a layer's hook), and pass each value that it computes to ``write``.
 
     ``dtypes``: ``id`` of each requested variable → dtype to write it in. ``write`` writes a variable's value to the
     target, and may be called again for the same variable; ``done`` is called once it has its final value.

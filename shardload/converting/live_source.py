@@ -213,7 +213,7 @@ def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds]:
-    """Cut elements ``[start, stop)`` of an array, counted in row-major order, into boxes; yield them in this order."""
+    """Cut elements ``[start, stop)`` of an array, in row-major order, into boxes: each can be read as one slice."""
     if start == stop:
         return
     if not shape:

@@ -54,7 +54,7 @@ class ConversionPlan:
 
     @property
     def tensors(self) -> dict[str, tuple[Copy, ...]]:
-        """For each tensor name, the copies that fill the tensor: one for each variable with a part of it."""
+        """Tensor name → the copies that fill the tensor, several if variables share it (a fused kernel)."""
         found: dict[str, list[Copy]] = {}
         for copy in self.copies:
             found.setdefault(copy.wanted.name, []).append(copy)

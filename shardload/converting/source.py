@@ -43,7 +43,8 @@ from shardload.units import plural
 
 NAMES_SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer", "optimizer_weights")
-"""A tensor is not a weight if its name begins with one of these parts, in files of Orbax, Keras and Keras 2."""
+"""First parts of the names of tensors that are not converted, because they are state of optimizers and metrics, in
+files of Orbax, Keras and Keras 2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +79,7 @@ class Source:
 
     @property
     def files(self) -> dict[Location, int]:
-        """Each file to read values from, with its size in bytes at the time when the headers were read."""
+        """Each file to read values from, with its size when its headers were read: a file that changes is an error."""
         return {path: size for manifest in self.manifests for path, size in manifest.files.items()}
 
     @property
@@ -276,7 +277,7 @@ class ModelValues:
         return str(self.values[key].variable.path)
 
     def ranges(self, key: str) -> Iterator[tuple[int, int]]:
-        """Split a weight's rows into ranges of at most `_VALUES_READ_BYTES`; a longer row is a range of its own."""
+        """Split a weight's rows into ranges, to read one at a time: `_VALUES_READ_BYTES` at most, or one longer row."""
         shape = self.shape(key) or (1,)
         row_bytes = max(1, math.prod(shape[1:]) * self.dtype(key).itemsize)
         step = max(1, _VALUES_READ_BYTES // row_bytes)

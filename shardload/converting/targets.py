@@ -98,7 +98,7 @@ def _file_ending(path: Path) -> str:
 
 
 def added_format(path: Path) -> FormatSpec | None:
-    """Return the format for this file's ending if a package other than shardload adds and writes it; else ``None``."""
+    """Return the format of this file's ending if another package adds it to shardload and can write it, or ``None``."""
     return next((s for s in specs() if s.write_file is not None and path.name.lower().endswith(s.endings)), None)
 
 
@@ -236,7 +236,7 @@ def _safetensors(
 def _layout(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None
 ) -> tuple[dict[str, Any], Manifest, tuple[Binding, ...]]:
-    """Return config.json, the Hugging Face tensors to write, and for each variable the elements that it fills."""
+    """Return what to write for Hugging Face: ``config.json``, the tensors, and which elements each variable fills."""
     # A live model's folder is the template: inverting the views that loading records works for every family whose
     # converter only views. If it fails, a family in `transformers` is described from the backbone alone.
     if source.origin is not None:

@@ -27,7 +27,7 @@ from shardload.units import plural
 _KEPT = 8
 """Number of latest states of the data to keep, one per batch; Keras reads at most two batches ahead of training."""
 _ENDLESS = 1 << 48
-"""Length from which a dataset counts as endless: for an endless one, Grain states a huge number, not infinity."""
+"""Least length at which a dataset counts as endless: Grain states a huge number for one without end."""
 
 _LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements before repeat()"}
 
@@ -104,7 +104,7 @@ class Origin:
 
 
 def length(dataset: Any) -> int:
-    """Return the length of a `grain.MapDataset`; 0 if it is endless, for which Grain states a huge number."""
+    """Return the length of a `grain.MapDataset`, but 0 if it is endless, for which Grain states a huge number."""
     found = len(dataset)
     return found if found < _ENDLESS else 0
 

@@ -250,7 +250,7 @@ class _Reader:
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape that a tensor's array will have, if ``transpose`` reorders dims of that tensor."""
+        """Return the shape of the array made from a tensor: its dims have the order of the argument ``transpose``."""
         return self._view(tensor.name, tensor).shape
 
     def _one(self, name: str, target: Any, tensor: Tensor) -> WantedArray:

@@ -156,7 +156,7 @@ _SPOT_BYTES = 256
 
 
 def topics(prepared: PreparedLoad) -> list[Topic]:
-    """Return what processes must agree on before they fill a model; causes (the dtype) before effects (the model)."""
+    """Return what must be equal on all processes before a model is filled, in the order to compare: causes first."""
     # Causes before effects: another dtype also changes every line of the model, which would be named instead.
     same = "the same on every process"
     rows = [*enumerate(prepared.layouts.variables)]

@@ -39,7 +39,7 @@ class StepSpec:
     """The training or inference step of a model to plan layouts for."""
 
     train: str | None = None
-    """Name of an optimizer of Keras, or ``rekls``; ``None`` plans inference."""
+    """Name of an optimizer of Keras, or ``rekls``, which is shardload's own; ``None`` plans inference."""
     batch: int | None = None
     """Number of rows (samples) of the inputs on all devices together; by default 8 times the size of the batch axis."""
     sequence: int | None = None
@@ -100,13 +100,13 @@ class LayoutReport:
 
 
 def plan_layouts(request: PlanRequest, step: StepSpec) -> LayoutReport:
-    """Search layouts for the model that a source describes; ``request`` as for `shardload.plan`."""
+    """Search layouts for a model and one of its steps; ``request`` names its description, the mesh and the memory."""
     request.check()
     return _Planning(request, step).run()
 
 
 class _Planning:
-    """One call of `plan_layouts`: what it was asked for, and its stages in order."""
+    """One search for layouts of a model: what it was asked for, and its stages in order."""
 
     def __init__(self, request: PlanRequest, step: StepSpec) -> None:
         available()  # building needs JAX to compute shapes; its own error would not name the cause

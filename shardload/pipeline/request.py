@@ -47,7 +47,7 @@ class Placement:
     def of(
         cls, mesh: MeshLike | None, axes: str | None, layout: LayoutLike | None, devices: Sequence[Any] | None
     ) -> Placement:
-        """Check a call's arguments, and return them. A Keras distribution given as mesh or layout serves as both."""
+        """Return a call's arguments, checked. A Keras distribution given as mesh or layout serves as both."""
         check_kind("axes", axes, str | None, "text such as 'data,model'")
         if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
@@ -93,7 +93,8 @@ class Matching:
     reads_values: bool = True
     """Whether values may be read to find out if unused tensors are copies or zeros; a plan reads headers only."""
     as_keras: bool = False
-    """Whether Keras' rules apply: unused tensors are accepted, and optimizers get only slots that Keras would build."""
+    """Whether Keras' rules apply: unused tensors are accepted, and optimizers get only the slots (state for each
+    weight) that Keras would build."""
 
     def __post_init__(self) -> None:
         _check_flag("strict", self.strict)
