@@ -62,7 +62,7 @@ def signal_of(error: BaseException) -> int:
 
 
 def message_of(number: int) -> str:
-    """Return the last line to print before a signal ends the process: ``"Interrupted."``."""
+    """Return the last line to print before signal ``number`` ends the process, such as ``"Interrupted."``."""
     return "Interrupted." if number == signal.SIGINT else f"Terminated by {signal.Signals(number).name}."
 
 

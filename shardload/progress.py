@@ -55,7 +55,7 @@ ProgressLike: TypeAlias = Progress | bool | Literal["bar", "lines", "json"] | No
 
 
 class Silent:
-    """Progress that shows nothing."""
+    """Progress that shows nothing, for calls without ``progress``."""
 
     def start(self, total_bytes: int, description: str) -> None:
         """Do nothing."""

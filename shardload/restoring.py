@@ -122,7 +122,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What `run_restore` returns: the report of the load, and which step was restored."""
+    """What a restore returns to other code of shardload: the report of the load, and which step was restored."""
 
     report: LoadReport
     info: StepInfo

@@ -36,7 +36,8 @@ class Verdict:
 
     path: str
     verdict: Literal["verified", "readable", "damaged"]
-    """``verified``: all bytes match their digests. ``readable``: complete and well-formed, but there are no digests."""
+    """``verified``: all bytes match their digests. ``readable``: complete and well-formed, but there are no digests.
+    ``damaged``: bytes are missing or wrong."""
     tensors: int | None
     """Number of tensors that were read; ``None`` if whole files were compared with their digests instead."""
     n_bytes: int

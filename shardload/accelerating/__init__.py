@@ -235,12 +235,12 @@ _SHOWN = 300
 
 @dataclass(frozen=True, slots=True)
 class Accelerated:
-    """Makes the calls of one `shardload.fast` block, and reports them."""
+    """Makes the loading calls of Keras and KerasHub in one `shardload.fast` block, and reports them."""
 
     report: FastReport
 
     def __call__(self, call: EntryCall) -> Any:
-        """Make one call of the block; return or raise what Keras would."""
+        """Make one call of the block, with shardload or by Keras' own code; return or raise what Keras would."""
         # Before `plain_keras`, inside of which no block is open. Blocks nest, and each reports the call.
         reports = [handler.report for handler in handlers() if isinstance(handler, Accelerated)]
         began = time.perf_counter()

@@ -112,7 +112,7 @@ def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
 
 
 def merge_note(kernels: Sequence[LoraKernel]) -> str:
-    """Return a sentence for a conversion's report: how many kernels had LoRA factors merged in, and how it rounded."""
+    """Return a sentence for a conversion's report: into how many kernels LoRA was merged, and how that was rounded."""
     return (
         f"LoRA was merged into {plural(len(kernels), 'kernel')} ({kernels[0].kernel.path!r} …): computed in float32 "
         "and rounded once to the dtype of each kernel"

@@ -243,7 +243,7 @@ def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
 
 
 def _made(model: Any, manifest: Manifest) -> Any:
-    """Make KerasHub's preprocessor for a model, or only its tokenizer if it needs more files than the source has."""
+    """Make KerasHub's preprocessor for a model, or only its tokenizer if there is none or it cannot be made."""
     preprocessor, tokenizer = text_classes(model)
     if tokenizer is None:
         raise UnsupportedError(f"it has none for {type(model).__name__}")

@@ -119,7 +119,7 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
 
 @contextmanager
 def _lending() -> Iterator[Lend]:
-    """Yield a function that gives variables values; at the end of the ``with`` block they lose these values again."""
+    """Yield a function that lends values to variables, for a loading step to read; after the block they lose them."""
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: _Array) -> None:

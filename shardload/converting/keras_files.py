@@ -49,7 +49,7 @@ _SHARD_BYTES = 5 << 30
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What Keras would write into a weights file for one model."""
+    """What Keras would write into a weights file for one model: tensors, groups, and what is left out."""
 
     weights: tuple[Copy, ...]
     names: Mapping[str, str]

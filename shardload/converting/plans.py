@@ -31,7 +31,7 @@ class ConversionPlan:
     """Everything that a conversion will write, decided before it writes: tensors, small files, and their places."""
 
     format: str
-    """Name of the result's format."""
+    """Name of the result's format, by which it is opened again to check it."""
     copies: tuple[Copy, ...]
     make: Callable[[Path], tuple[TensorPlace, ...]]
     """Function that writes all files, with space for the values, to a new path, and returns where each tensor goes."""
@@ -88,7 +88,7 @@ def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """The report of one conversion."""
+    """The report of a conversion, or of a model saved with `save_as`: what was written, and what the target lacks."""
 
     source: str
     """The checkpoint that was converted; for `shardload.save_as`, the name of the model."""

@@ -253,7 +253,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
 
 
 def tensor_digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
-    """Read a tensor's bytes from the target's files and return their xxh3-64 digest."""
+    """Read a tensor's bytes from the target's files and return their xxh3-64 digest, to note it in the journal."""
     found = hasher()
     buffer = memoryview(bytearray(_READ_BYTES))
     for piece in place.pieces:

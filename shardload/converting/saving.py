@@ -163,7 +163,7 @@ def save_as(
 
 
 def _format_to_convert(target: Path, to: str | None) -> str | None:
-    """Convert ``to`` of `save_as` to the ``to`` that `shardload.convert` takes; raise if `save_as` cannot write it."""
+    """Check the argument ``to`` of `save_as`, and return it as `shardload.convert` takes it (for a preset, ``h5``)."""
     check_kind("to", to, str | None, f"one of {', '.join(SAVE_TARGETS)}")
     if to == "orbax":
         raise UsageError(

@@ -62,7 +62,7 @@ def copy_view(read: Read, write: Write, source: View, target: View, *, block_ele
 
 
 def copy_dims(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
-    """Return the dims of a copy, largest source stride first; dims contiguous in source and target are merged."""
+    """Return the dims of a copy, largest source stride first; those contiguous on both sides become one longer run."""
     found: list[CopyDim] = []
     for n, a, b in sorted(zip(shape, source, target, strict=True), key=lambda d: -d[1]):
         # A dim of length 1 may have any stride, which would keep its neighbours from being merged.

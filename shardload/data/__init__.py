@@ -91,7 +91,7 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
 
 
 class Unseen:
-    """Stands for a dataset that is not known yet, outside ``fit``. The dataset itself is checked when it is opened."""
+    """Stands for the dataset while no ``fit`` runs, and it is unknown. It is checked later, when it is opened."""
 
     def check(self, origin: Origin) -> None:
         """Do nothing: the data is not known yet."""

@@ -157,7 +157,8 @@ class WantedArray:
     dtype: np.dtype[Any]
     sharding: Placed
     order: tuple[int, ...] | None = None
-    """For each dim of the array, the dim of the stored tensor (``transpose``); ``None`` if they have the same order."""
+    """For each dim of the array, which dim of the stored tensor it is (argument ``transpose``); ``None``: the same
+    one."""
     finish: Callable[[Any], Any] | None = None
     """Converts the loaded array to what the caller gets (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
@@ -277,7 +278,7 @@ class TensorNames:
         return next((text for names in known for text in texts if text in names), texts[0])
 
     def of_box(self, path: Sequence[Any]) -> str:
-        """Return the name of the target in the box of Flax (`nn.Partitioned`) at ``path``."""
+        """Return the name of the target that is in the box of Flax (`nn.Partitioned`) at ``path`` of the tree."""
         return self.of_leaf((*path, jax.tree_util.GetAttrKey(_BOXED)))
 
     def tensor(self, target: str) -> str:

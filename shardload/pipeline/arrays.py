@@ -212,7 +212,7 @@ def _by_rule(targets: Any, reader: _Reader) -> dict[str, Any]:
 
 
 def _takes(function: Callable[..., Any], *given: Any) -> bool:
-    """Whether a function accepts the arguments ``given``; ``True`` for a builtin without a signature."""
+    """Whether a caller's function accepts the arguments ``given``; ``True`` for a builtin without a signature."""
     try:
         inspect.signature(function).bind(*given)
     except TypeError:

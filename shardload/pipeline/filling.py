@@ -220,7 +220,7 @@ def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
 
 
 def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
-    """Yield the places for `content_facts` to read: a description of the bytes, their file, and their offset."""
+    """Yield the places at which processes compare bytes: a description of the bytes, their file, and their offset."""
     # Tensors begin where values surely are; evenly spaced places also cover tensors that have no extent.
     starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
     for name, extent in _some(starts, SPOTS // 2):

@@ -61,7 +61,7 @@ class LayoutReport:
     """Wall-clock seconds of each stage: ``build``, ``trace``, ``search``, ``smallest``, ``compile``, ``imports``."""
     notes: tuple[str, ...]
     parameters: int = 0
-    """Number of elements of all weights."""
+    """Number of elements of all weights; a replicated weight counts once."""
     dtypes: tuple[str, ...] = ()
     """Dtypes of the planned weights, the one with most elements first."""
 

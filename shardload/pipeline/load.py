@@ -303,7 +303,7 @@ def _unused_distribution(placement: Placement) -> tuple[str, ...]:
 
 
 def build(manifest: Manifest, construction: Construction, *, note: Callable[[str], None] | None = None) -> Any:
-    """Build the model that a checkpoint describes, without values. ``note`` is called if it could not be compiled."""
+    """Build the model that a checkpoint describes, without values. ``note`` gets the reason if it is not compiled."""
     with abstraction.abstract():
         return building.build_model(
             manifest,

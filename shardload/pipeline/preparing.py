@@ -41,7 +41,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """A load with all its decisions, made before the model is changed."""
+    """A load with all its decisions (mapping, layouts, plan of reads), made before the model is changed."""
 
     source: OpenedSource
     model: Any

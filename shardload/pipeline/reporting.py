@@ -73,7 +73,7 @@ class Clock:
 def load_report(
     prepared: PreparedLoad, clock: Clock, stats: TransferStats, *, initialised: tuple[str, ...]
 ) -> LoadReport:
-    """Build the report of a load that ran."""
+    """Build the report of a load that ran; ``initialised``: paths of the variables that got initial values."""
     own = {v.path for v in variables_of(prepared.model)}
     facts = _facts(prepared, clock, read_bytes=stats.read_bytes, peak_staging_bytes=stats.peak_staging_bytes)
     facts["notes"] += overflow_notes(stats.overflowed)

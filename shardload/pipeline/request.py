@@ -217,7 +217,7 @@ class LoadRequest(_Building):
         return Matching(strict=self.strict, ignore=ignore, ignore_config=fields, builds=True)
 
     def check(self) -> None:
-        """Raise if an argument is of the wrong kind or out of range: make all parts, each of which checks its own."""
+        """Raise if an argument is of the wrong kind or out of range: `Placement` and the other parts check theirs."""
         _check_flag("atomic", self.atomic)
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter
