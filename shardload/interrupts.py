@@ -52,7 +52,7 @@ _raised: list[KeyboardInterrupt] = []
 
 
 def raised() -> KeyboardInterrupt:
-    """Return the exception that the last signal raised, with its notes: typer catches it and passes on only a code."""
+    """Return the exception that the last signal raised, with its notes: typer catches it, keeping only an exit code."""
     return _raised[-1] if _raised else KeyboardInterrupt()
 
 

@@ -230,7 +230,7 @@ _NO_WEIGHTS = {
     "legacy": "it is an HDF5 file of Keras 2 (.h5)",
 }
 _SHOWN = 300
-"""Most characters of an error's message that the report keeps."""
+"""Most characters that the report keeps of the message of an error."""
 
 
 @dataclass(frozen=True, slots=True)

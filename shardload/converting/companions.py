@@ -49,8 +49,7 @@ from shardload.text.gguf_tokenizer import CONTROL, NORMAL, files_of, tokenizer_f
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"
-"""Key of Hugging Face's configuration in the JSON file next to Keras' weights, for a conversion back; Keras ignores
-it."""
+"""Key of Hugging Face's configuration in the JSON file next to Keras' weights, for a conversion back to that format."""
 STATE = "state.json"
 """Name of the JSON file, among KerasHub's, with variables that weights files cannot store, such as a dropout's seed."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")

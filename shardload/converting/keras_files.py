@@ -68,7 +68,7 @@ class Saved:
 
     @property
     def tensors(self) -> list[Wanted]:
-        """All tensors to write, by their names in the file, which lack the prefix that tells files apart in a plan."""
+        """All tensors to write, named as in the file: without the prefix ``task:``, which names in plans may have."""
         return [replace(copy.wanted, name=copy.wanted.name.removeprefix(TASK_PREFIX)) for copy in self.copies]
 
 

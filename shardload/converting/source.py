@@ -239,7 +239,7 @@ def made_now(variables: list[Any]) -> Iterable[StoredValue]:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first of ``names`` as text, such as "'a', 'b' (2 times) and 3 more"."""
+    """Return the first of ``names`` as text for a message, such as "'a', 'b' (2 times) and 3 more"."""
     counts = Counter(names)
     listed = [repr(name) if count == 1 else f"{name!r} ({count} times)" for name, count in counts.items()]
     more = f" and {counts.total() - sum([*counts.values()][:NAMES_SHOWN])} more" if len(listed) > NAMES_SHOWN else ""
@@ -285,7 +285,7 @@ class ModelValues:
             yield start, min(start + step, shape[0])
 
     def encoded(self, key: str) -> None:
-        """Return ``None``: a weight may be a part of a tensor, so values are compared, not bytes of the file."""
+        """Return ``None`` instead of encoded bytes: a weight may be a part of a tensor, so values are compared."""
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows of a weight; a scalar counts as one row."""

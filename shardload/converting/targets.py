@@ -129,7 +129,7 @@ _LEAST_HOST_MEMORY = 256 << 10
 
 
 def block_bytes_of(host_memory_bytes: int | str) -> int:
-    """Return how many bytes to copy at once, so that ``host_memory_bytes`` suffice; raise if these are too few."""
+    """Return how many bytes to copy at once, so that all copies of them fit ``host_memory_bytes``; raise if none do."""
     found = byte_count("host_memory_bytes", host_memory_bytes)
     if found < _LEAST_HOST_MEMORY:
         raise UsageError(

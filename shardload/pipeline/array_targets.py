@@ -157,8 +157,7 @@ class WantedArray:
     dtype: np.dtype[Any]
     sharding: Placed
     order: tuple[int, ...] | None = None
-    """For each dim of the array, which dim of the stored tensor it is (argument ``transpose``); ``None``: the same
-    one."""
+    """For each dim of the array, its dim in the stored tensor (argument ``transpose``); ``None`` if no dim moves."""
     finish: Callable[[Any], Any] | None = None
     """Converts the loaded array to what the caller gets (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
@@ -166,7 +165,10 @@ class WantedArray:
 
 
 def is_tree(targets: Any) -> bool:
-    """Whether JAX takes ``targets`` for a tree. A module of Equinox or Flax NNX is one, although it is callable too."""
+    """Whether ``targets`` is a tree for JAX, so that its leaves are the targets.
+
+    A module of Equinox or Flax NNX is one, although it is callable too.
+    """
     return not isinstance(targets, KINDS) and not jax.tree_util.all_leaves([targets])
 
 

@@ -206,7 +206,7 @@ def source_facts(manifest: Manifest) -> Facts:
 
 
 def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
-    """Return what to compare between processes of a checkpoint's bytes: digests of files, or bytes at a few places."""
+    """Return facts about a checkpoint's bytes that processes compare: digests of files, or bytes at a few places."""
     if check is not None:
         units_by_file = sorted(check.units_by_file().items())
         return {f"The digests of {name}": facts_digest({"": "".join(units)}) for name, units in units_by_file}
