@@ -156,7 +156,7 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[None]:
-    """Delay a first Ctrl-C, SIGTERM or SIGHUP until the end of the block; handle a second one at once."""
+    """Delay a first Ctrl-C, SIGTERM or SIGHUP until the block has finished its work; obey a second one at once."""
     before = {number: found for number in _ENDING if callable(found := signal.getsignal(number))}
     if not _may_handle() or signal.SIGINT not in before:
         yield

@@ -152,7 +152,7 @@ class _Runtime:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Do nothing where a loading step would copy a tensor to a variable: the conversion does so by itself."""
+        """Do nothing where a loading step would copy a tensor to a variable: a conversion copies it on its own."""
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
         """Assign nothing, and return ``value``: it is stored, so the conversion copies it without the loading step."""

@@ -37,7 +37,7 @@ from shardload.units import format_bytes, spare_bytes
 
 _READ_BYTES = 8 << 20
 _RESULT = "result"
-"""Name of the unfinished result in the working folder."""
+"""Name that the result has in the working folder until it is complete."""
 
 
 class ConversionFolder:

@@ -196,7 +196,7 @@ def _write(
     overwrite: bool,
     block_bytes: int,
 ) -> None:
-    """Make the target's files, write this process's shards into them, and publish the target under its name."""
+    """Write a live model: process 0 makes and publishes the target's files, and each process writes its own shards."""
     staging = ConversionFolder(working_folder(target), target)
     # `_make` locks the folder on process 0 only; the stack keeps the lock until the result is published.
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ _FILES = (".json", ".zip")
 
 
 def target_of(path: Path, to: str | None) -> str:
-    """Return the target format: from the argument ``to``, or from the file ending. Raise if the two contradict."""
+    """Return the name of the target's format, from the argument ``to`` or the file ending; raise if they disagree."""
     check_kind("to", to, str | None, f"one of preset, {', '.join(TARGETS)}")
     if (spec := added_format(path)) is not None and to in (None, spec.name):
         return spec.name

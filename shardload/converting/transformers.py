@@ -108,7 +108,7 @@ def differing(backbone: Any, other: Any) -> str | None:
 
 
 def _compared(config: Mapping[str, Any]) -> _Config:
-    """Return a backbone's configuration without entries that do not affect weights (`_NOT_COMPARED`), at any depth."""
+    """Return a backbone's configuration to compare: without settings that do not affect weights, at any depth."""
     return {
         key: _compared(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -125,7 +125,7 @@ class Position:
     """How far one ``fit`` has read its data. The dataset and callbacks report events to it, some of them repeatedly."""
 
     def __init__(self, fit: Any = None) -> None:
-        """Begin the position of one ``fit``; the argument is any object that only this call of ``fit`` has."""
+        """Begin the position of a ``fit``, told from later ones by the argument: an object that only this call has."""
         self.fit = fit
         self._wanted: dict[str, Any] | None = None
         self._origin: Origin | None = None

@@ -188,7 +188,7 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
 
 
 def source_facts(manifest: Manifest) -> Facts:
-    """Return what to compare between processes of a checkpoint's headers: not paths, because these may differ."""
+    """Return facts from a checkpoint's headers that must be equal on all processes: not paths, which may differ."""
     # Files by their number, as their paths may differ between hosts.
     order = {path: i for i, path in enumerate(manifest.files)}
     found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
