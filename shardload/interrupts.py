@@ -29,7 +29,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _LOOK_S = 0.5
-"""Seconds after which `Worker.wait` notices a Ctrl-C at the latest."""
+"""Most seconds until `Worker.wait` notices a Ctrl-C."""
 _NO_PLACE = {
     "_xla_gc_callback": "JAX's garbage collection callback, in which exceptions are printed and dropped",
     "ExtensionFileLoader.create_module": "code of a compiled module, which may abort on an exception of Python",

@@ -67,7 +67,7 @@ def on_base(base: Source, path: str) -> Source:
 
 
 def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lora: bool) -> None:
-    """Raise if the source has LoRA factors that the target's format cannot store, and they are not to be merged."""
+    """Raise if the target cannot store the source's LoRA factors as requested, either merged into kernels or not."""
     name = str((source.adapters or source.manifest).source)
     if merge_lora and not layers:
         raise UsageError(f"Cannot merge LoRA (merge_lora, --merge-lora): {name} has no LoRA adapters")

@@ -221,7 +221,10 @@ def _check_digests(source: Source, progress: Progress) -> None:
 def write_all(
     source: Source, plan: ConversionPlan, staging: ConversionFolder, *, block_bytes: int, progress: Progress
 ) -> int:
-    """Make the target's files, or reuse an earlier run's, and write all tensors; return how many were there already."""
+    """Make the target's files, or reuse those of an interrupted run, and write all tensors.
+
+    Return how many tensors the interrupted run had written, so that they were only checked.
+    """
     staging.begin(identity(source, plan, staging.target))
     if staging.places is None:
         check_room(staging.target, plan)

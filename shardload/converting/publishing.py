@@ -336,7 +336,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None:
-    """Raise `WriteError` if a file to write next to the target exists with other content, and may not be replaced."""
+    """Raise `WriteError` if a file that belongs next to the target exists with other content, and must be kept."""
     for name, content in plan.sidecars.items():
         path = target.with_name(name)
         if not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content):

@@ -232,7 +232,7 @@ def _write(
 def _make(
     source: Source, plan: ConversionPlan, staging: ConversionFolder, stack: ExitStack, *, overwrite: bool
 ) -> dict[str, Any]:
-    """Make all files of the target, with space for the values, and check that readers find the model in them."""
+    """Make all files of the target, with space for the values, and check that readers could load the model from it."""
     target = staging.target
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     check_others(plan, target, overwrite=overwrite)

@@ -100,7 +100,7 @@ class Source:
 def open_with_model(
     path: str, *, dtype: str | None = None, ignore: Sequence[str] = (), ignore_config: Sequence[str] = ()
 ) -> Source:
-    """Open a checkpoint, build its model and find the value of every variable.
+    """Open a checkpoint to convert: build its model without values, and find where each variable's value is stored.
 
     ``dtype``: dtype of the model's floating-point variables, and so of computed values; by default the checkpoint's.
     """
@@ -155,7 +155,7 @@ def open_with_model(
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[str, ...]:
-    """Raise if tensors and model differ or a tensor would be lost; return notes on tensors left out on purpose."""
+    """Raise if a checkpoint's tensors do not fit its model, or one would be lost; return notes on tensors left out."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:

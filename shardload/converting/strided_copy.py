@@ -49,7 +49,8 @@ class CopyDim:
 def copy_view(read: Read, write: Write, source: View, target: View, *, block_elements: int) -> None:
     """Copy each element of the view ``source`` to the same index in ``target``, at most ``block_elements`` at once.
 
-    The views have the same shape. Strides of ``source`` are positive or zero; ``target`` repeats no element.
+    A view selects elements of a tensor by an offset, a shape and strides. Both have the same shape. Strides of
+    ``source`` are positive or zero; ``target`` repeats no element.
     """
     if 0 in source.shape:
         return

@@ -251,7 +251,7 @@ def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
 
 
 def global_batches_of(dataset: Any, global_batch_size: int) -> Any:
-    """Return an iterator over this process' part of each global batch."""
+    """Return an iterator over this process' part of each global batch, a batch for all processes together."""
     part = part_of_this_process()
     rows, left = divmod(global_batch_size, part.count)
     if left:

@@ -122,7 +122,10 @@ def _number(found: int | None) -> str:
 
 
 class Position:
-    """How far one ``fit`` has read its data. The dataset and callbacks report events to it, some of them repeatedly."""
+    """How far one ``fit`` has read its data: the dataset and callbacks report events to it, some of them repeatedly.
+
+    A training step saves its `state`, and a later run passes that to `resume`, to continue with the next batch.
+    """
 
     def __init__(self, fit: Any = None) -> None:
         """Begin the position of a ``fit``, told from later ones by the argument: an object that only this call has."""

@@ -108,7 +108,7 @@ def joint_load(request: JointRequest) -> Iterator[Call]:
 
 
 def _is_local(request: JointRequest) -> bool:
-    """Whether a load names only devices of this process. A load that names none uses the devices of all processes."""
+    """Whether a load names devices, and all are of this process: then other processes take no part in it."""
     try:
         named = named_devices(request.mesh, request.devices)
         if request.mesh is None and request.devices is None and request.model is not None:

@@ -47,7 +47,7 @@ _IN_TRAINING = (
 
 
 class Clock:
-    """Measures wall-clock seconds per stage of a load. Imports count as a stage of their own."""
+    """Measures wall-clock seconds per stage of a load (build, plan, transfer). Imports count as a separate stage."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
