@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
+"""Exit code of a command that Ctrl-C ended, as shells report it (128 + SIGINT)."""
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _LOOK_S = 0.5
 """Most seconds until `Worker.wait` notices a Ctrl-C."""

@@ -58,7 +58,7 @@ from shardload.text.sources import record_text_source
 
 
 class NotSupported(Exception):  # noqa: N818 - not an error: Keras makes the call
-    """Raised with the reason why Keras has to make a call instead of shardload."""
+    """Raised with the reason why a call cannot be made by shardload, so that Keras has to make it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ def write_all(
 
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
-    """Write the computed values of ``copies``: run every step (converter or loading hook) that computes one of them."""
+    """Write the computed values of ``copies``: run each loading step (converter, hook) that computes one of them."""
     by_variable = {id(copy.value.variable): copy for copy in copies}
     # A tensor is complete, and noted, once the last of the variables that share it is.
     left = Counter(copy.wanted.name for copy in copies)

@@ -41,7 +41,7 @@ _RESULT = "result"
 
 
 class ConversionFolder:
-    """The working folder of one conversion, with the unfinished result and the journal; created by `staged`."""
+    """The working folder of one conversion: the unfinished result, and a journal of the tensors that are finished."""
 
     def __init__(self, home: Path, target: Path) -> None:
         self.target = target

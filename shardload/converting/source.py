@@ -195,7 +195,7 @@ def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
 
 
 def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
-    """Return a note for each tensor of which the model uses only a part, as of RoBERTa's position embeddings."""
+    """Return a note for each tensor of which the model uses only a part (RoBERTa's position embeddings)."""
     taken: Counter[str] = Counter()
     for value in values:
         if value.view is not None:
@@ -231,7 +231,7 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
 
 
 def made_now(variables: list[Any]) -> Iterable[StoredValue]:
-    """Give variables that a source does not store their initial values, and yield each value as where it comes from."""
+    """Give variables that a source does not store their initial values, and yield these values to be written."""
     abstraction.initialise(variables)
     for variable in variables:
         array = np.asarray(value_of(variable))

@@ -143,7 +143,7 @@ def _grain() -> Any:
 
 
 def _rows(batch: Any) -> int:
-    """Return the number of examples in a batch; 0 if none of its arrays has a first dimension."""
+    """Return the number of examples (rows) in a batch; 0 if none of its arrays has a first dimension."""
     import jax
 
     return next((int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)

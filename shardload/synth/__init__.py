@@ -358,7 +358,7 @@ _MASKS: dict[str, _Masks] = {
 """How random bits become random floats, for each dtype: an unsigned integer type of its width, two masks (bits that
 stay random, bits that are set) for values around zero, and two for values around one."""
 DTYPES = tuple(_MASKS)
-"""Dtypes that can be written."""
+"""Dtypes in which random weights can be written."""
 
 
 def _item_bytes(dtype: str) -> int:
