@@ -53,7 +53,10 @@ _GGUF_BLOCK = {
 
 
 def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, padding: int) -> dict[str, Any]:
-    """Return a ``config.json`` for a GGUF ``bert`` file, whose position table lacks its first ``padding`` rows."""
+    """Return the ``config.json`` of a GGUF ``bert`` file, from which KerasHub's converter builds the model.
+
+    The file leaves out the first ``padding`` rows of the position embedding, but transformers counts them.
+    """
     positions = values.rows("position_embd.weight") or values.count("context_length")
     return model_entries(values, model_type, class_name) | {
         "hidden_size": values.count("embedding_length"),
@@ -68,7 +71,7 @@ def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, paddi
 
 
 def _has_word_pieces(values: GgufValues) -> bool:
-    """Whether a GGUF ``bert`` file has BERT's tokenizer, not that of RoBERTa, which GGUF also calls ``bert``."""
+    """Whether a GGUF file of the architecture ``bert`` has BERT's tokenizer; if not, its model is a RoBERTa."""
     return values.entries.get("tokenizer.ggml.model") not in ("t5", "gpt2")
 
 
@@ -281,7 +284,7 @@ _BART_PARTS = ("encoder", "decoder")
 
 
 def _lacking_two_sizes(config: Config, name: str) -> str | None:
-    """Return why KerasHub cannot build a BART whose encoder and decoder differ in size; ``None`` if they do not."""
+    """Return an error's text if encoder and decoder differ in size, which KerasHub cannot build; else ``None``."""
     for size in ("layers", "attention_heads", "ffn_dim"):
         pair = [f"{part}_{size}" for part in _BART_PARTS]
         if all(key in config for key in pair) and config[pair[0]] != config[pair[1]]:

@@ -49,7 +49,10 @@ def _published_gemma_2(dims: Dims, *, head_dim: int = 256, scalar: int = 256) ->
 
 
 def _attention_scalar(base: dict[str, Any], *, largest_layers: int) -> int:
-    """Return ``query_pre_attn_scalar``, which GGUF omits; the 27B model, with ``largest_layers``, has its own rule."""
+    """Return the ``query_pre_attn_scalar`` (its root divides attention scores) of a GGUF file, which does not store it.
+
+    It is the size of a head or, in the 27B model, hidden size / heads. That model has ``largest_layers`` layers.
+    """
     if base["num_hidden_layers"] == largest_layers:
         return int(base["hidden_size"] // base["num_attention_heads"])
     return int(base["head_dim"])
@@ -93,7 +96,7 @@ def _export_gemma(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
 
 
 def _exported_scalar(backbone: Any) -> int:
-    """Return ``query_pre_attn_scalar``: the head size if ``query_head_dim_normalize``, else hidden size / heads."""
+    """Return ``query_pre_attn_scalar`` for a ``config.json``; the backbone has only a flag for one of two values."""
     normalised = backbone.query_head_dim_normalize
     return int(backbone.head_dim if normalised else backbone.hidden_dim // backbone.num_query_heads)
 
@@ -167,7 +170,10 @@ def _published_gemma_3(
 
 
 def _windows_of_gemma_3(config: Config, layers: int) -> list[int | None]:
-    """Return each layer's window in tokens. If tokens see both ways, a configured n means n // 2 on each side."""
+    """Return how many tokens the sliding window of each layer has; ``None`` for a layer that attends to all tokens.
+
+    If tokens attend in both directions, a configured window of n has n // 2 tokens on each side.
+    """
     every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
     windows = by_layer_type(lambda config, i: (i + 1) % every != 0)(config, layers)
     if not config.get("use_bidirectional_attention"):
@@ -187,7 +193,10 @@ _GEMMA_3_CHECKS = Checks(
 
 
 def _lacking_image_tokens(config: Config, name: str) -> str | None:
-    """Return why KerasHub, which makes one token of 4x4 patches, makes another number than configured, or ``None``."""
+    """Return an error's text if KerasHub makes another number of tokens from an image than configured; else ``None``.
+
+    KerasHub makes one token of 4x4 patches.
+    """
     vision, configured = config.get("vision_config"), config.get("mm_tokens_per_image")
     if not isinstance(vision, Mapping) or not isinstance(configured, int):
         return None
@@ -201,7 +210,7 @@ def _lacking_image_tokens(config: Config, name: str) -> str | None:
 
 
 def _gguf_gemma_3(values: GgufValues) -> dict[str, Any]:
-    """Return the ``config.json`` of a GGUF file of Gemma 3."""
+    """Return the ``config.json`` of a GGUF file of Gemma 3, from which KerasHub's converter builds the model."""
     base = decoder_entries(values, "gemma3_text", "Gemma3ForCausalLM")
     return base | {
         "tie_word_embeddings": True,
@@ -305,7 +314,7 @@ PALIGEMMA_FAMILY = Family(name="paligemma", title="PaliGemma", model_types=(PALI
 
 
 def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
-    """Yield sliding windows that KerasHub ignores (in an encoder) or makes one token longer (in a decoder)."""
+    """Yield, to refuse the model, windows that KerasHub ignores (encoder) or makes one token longer (decoder)."""
     for part, has in (("encoder", "no window"), ("decoder", "one token more")):
         found = config.get(part)
         nested = found if isinstance(found, Mapping) else {}
@@ -316,7 +325,7 @@ def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
 
 
 def _adapt_t5gemma_2(config: dict[str, Any]) -> None:
-    """Add the rotary ``factor`` 1 of full attention, which transformers 5 omits and KerasHub's converter reads."""
+    """Set a missing rotary ``factor`` of full attention to 1: transformers 5 omits it, KerasHub reads it."""
     encoder = config.get("encoder")
     parts = (config.get("decoder"), encoder.get("text_config") if isinstance(encoder, dict) else None)
     for part in parts:

@@ -14,7 +14,7 @@ from shardload.units import plural
 
 
 def _adapt(config: dict[str, Any]) -> None:
-    """Set a missing ``global_head_dim``, the head size of full attention, from ``per_layer_config``.
+    """Set a missing ``global_head_dim`` (head size of full attention), which KerasHub reads, from ``per_layer_config``.
 
     Also remove a null ``vision_config`` or ``audio_config``, from which KerasHub would try to build an encoder.
     """
@@ -54,7 +54,11 @@ _BARE = frozenset(
 
 
 def _gguf(values: GgufValues) -> dict[str, Any]:
-    """Return a ``config.json`` for a GGUF file. Layers with full attention have another head size than sliding ones."""
+    """Return the ``config.json`` of a GGUF file, from which KerasHub's converter builds the model.
+
+    The header lists some settings layer by layer; a ``config.json`` has one value for all layers with a sliding window,
+    and one for all with full attention.
+    """
     layers = values.count("block_count")
     # Settings of each layer: Hugging Face's fields are read off the first layer of either kind.
     slides = values.each("attention.sliding_window_pattern", layers)
@@ -99,7 +103,10 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _rotated_part(values: GgufValues, width: int) -> float:
-    """Return the fraction of a head's features that rotate. GGUF stores 1 for each rotating pair, 1e30 for others."""
+    """Return ``partial_rotary_factor``, the fraction of a head's features that rotary positions change.
+
+    GGUF stores it as one number for each pair of features: 1 if the pair rotates, else 1e30.
+    """
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return 1.0

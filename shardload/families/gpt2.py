@@ -47,7 +47,7 @@ _GPT_2_BLOCK = {
     "ffn_down": "mlp.c_proj",
 }
 _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.TRANSPOSE)
-"""GGUF's layers to transpose: llama.cpp stores (out, in), as for all models, but GPT-2's ``Conv1D`` has (in, out)."""
+"""Layers of a GGUF file whose matrices are transposed when read: it has (out, in), GPT-2's ``Conv1D`` (in, out)."""
 
 
 def _gguf_gpt_2(values: GgufValues) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _MIXTRAL_BLOCK = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
-"""GGUF's name of a layer in a mixture of experts → Mixtral's name of it; ``{}`` is the number of an expert."""
+"""GGUF's name of a layer in a mixture of experts → its name in Mixtral's checkpoints; ``{}`` is an expert's number."""
 
 
 def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
@@ -102,7 +102,10 @@ def _published_llama(dims: Dims, *, tied: bool = False, factor: float | None = N
 
 
 def _for_converter(config: Config) -> Config:
-    """Remove ``rope_scaling`` unless its kind is ``llama3``: KerasHub's converter raises for all other kinds."""
+    """Return a configuration without ``rope_scaling``, unless of kind ``llama3``: KerasHub's converter refuses others.
+
+    `shardload.hub.fidelity` passes other scaling to KerasHub's class, or refuses the model.
+    """
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
     if kind in (None, "llama3"):
@@ -201,7 +204,7 @@ def _slides_in_smollm_3(config: Config, i: int) -> bool:
 
 
 def _complete_smollm_3(config: dict[str, Any]) -> None:
-    """Fill in ``no_rope_layers`` and ``layer_types``, which list the layers with rotary positions and with windows."""
+    """Fill in, if missing, which layers have rotary positions (``no_rope_layers``) and windows (``layer_types``)."""
     if config.get("no_rope_layers") is None:
         every = int(config["no_rope_layer_interval"])
         config["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(int(config["num_hidden_layers"]))]
@@ -212,7 +215,7 @@ def _complete_smollm_3(config: dict[str, Any]) -> None:
 
 
 def _gguf_smollm_3(values: GgufValues) -> dict[str, Any]:
-    """Return a ``config.json`` for a GGUF file. It says what GGUF omits: each fourth layer has no rotary positions."""
+    """Return the ``config.json`` of a GGUF file, with what GGUF omits: each fourth layer has no rotary positions."""
     base = with_llama3_scaling(values, decoder_entries(values, "smollm3", "SmolLM3ForCausalLM"))
     return base | {"no_rope_layer_interval": 4, "use_sliding_window": False}
 

@@ -46,7 +46,7 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _longrope(values: GgufValues) -> dict[str, Any]:
-    """Return the rotary scaling that a GGUF file stores: one list of factors for short texts, one for long texts."""
+    """Return the ``rope_scaling`` of a GGUF file: a list of rotary factors for short texts, and one for long texts."""
     lists = {which: values.rope_factors.get(f"rope_factors_{which}") for which in ("short", "long")}
     found = {f"{which}_factor": list(map(shortest, factors)) for which, factors in lists.items() if factors}
     if len(found) != 2:

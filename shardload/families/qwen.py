@@ -31,7 +31,7 @@ def _published_qwen_2(dims: Dims, *, vocab: int, tied: bool) -> dict[str, Any]:
 
 
 def _lacking_dense_layers(config: Config, name: str) -> str | None:
-    """Return why KerasHub cannot build a mixture with layers that have no experts; ``None`` if all layers have them."""
+    """Return an error's text if a layer of a mixture has no experts, which KerasHub cannot build; else ``None``."""
     layers, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step")
     dense = None if every == 1 else f"decoder_sparse_step={every}"
     if isinstance(layers, list) and any(i in layers for i in range(int(config["num_hidden_layers"]))):
@@ -69,7 +69,7 @@ def _has_experts(config: Config, layer: int) -> bool:
 
 
 def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
-    """Yield the tensors of a feed-forward part: router and experts, or a gated MLP if this layer has no experts."""
+    """Yield name and shape of the tensors of a layer's feed-forward part: router and experts, or else a gated MLP."""
     if not _has_experts(config, layer):
         yield from gated_mlp(config, f"{at}.mlp")
         return

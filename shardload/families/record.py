@@ -30,7 +30,7 @@ class KerasTokenizer:
     files: Mapping[str, str]
     """KerasHub's name of a file → the name of the same file in a Hugging Face folder."""
     lower_case_class: str | None = None
-    """Class to name in ``tokenizer_config.json`` next to ``do_lower_case``; ``None``: that file is not needed."""
+    """Class of transformers' tokenizer, to write to ``tokenizer_config.json``; ``None``: that file is not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,12 @@ class ModelType:
     complete: Callable[[dict[str, Any]], None] = _nothing
     """Adds, in place, the defaults of a configuration that depend on other fields; called once `defaults` are set."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Field that KerasHub's converter reads → the same field's name in other versions of transformers."""
+    """Field that KerasHub's converter reads → the name under which other versions of transformers write it."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Field with a nested configuration (``vision_config``) → the ``model_type`` to assume if that one has none."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
-    """Changes, in place, entries that KerasHub's converter reads in another way than transformers does."""
+    """Changes a configuration in place, where KerasHub's converter understands a field differently than transformers
+    does."""
     for_converter: Callable[[Config], Config] = lambda config: config
     """Returns the configuration to give to KerasHub, which picks a converter by ``model_type``. It may lack entries
     that the converter refuses, or have another ``model_type``, whose converter fits."""
@@ -57,28 +58,35 @@ class ModelType:
     """Returns why KerasHub cannot build a model with this configuration, as a clause ("config.json sets …"), or
     ``None`` if it can. Takes the configuration with defaults filled in, and how to name KerasHub's class."""
     has_tie_argument: bool = False
-    """Whether KerasHub's constructor takes ``tie_word_embeddings`` and its converter can read ``lm_head.weight``."""
+    """Whether KerasHub's class can be built both with and without an output layer of its own: its constructor takes
+    ``tie_word_embeddings``, and its converter can read ``lm_head.weight``."""
 
     # ---- what it computes ---------------------------------------------------------------------
     checks: Checks | None = None
-    """More fields to compare with the built model. Always checked are ``is_causal``, `only` and `differences`."""
+    """Fields to compare with the built model, in addition to ``is_causal``, `only` and `differences`, which always
+    are."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Field → accepted values (``None``: null), of which KerasHub computes the first. A missing field is accepted."""
+    """Field → values with which a model may be loaded (``None``: null); KerasHub always computes with the first. A
+    model without the field may be loaded too."""
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
-    """Yields configured fields that KerasHub's class never follows; needs the configuration only, no built model."""
+    """Takes a configuration; yields the fields in it that KerasHub's class ignores, so that the model is refused."""
     pools_if: str | None = None
-    """Field that is true for models of text embeddings, which end in pooling layers (stored in their own folders)."""
+    """Field that is true if a model makes text embeddings: it then ends in pooling layers, stored in folders of their
+    own."""
     is_image_model: bool = False
     attends_both_ways: bool = False
     """Whether to skip the check of ``is_causal``, because the model has no causal mask or transformers ignores it."""
 
     # ---- its tensors --------------------------------------------------------------------------
     prefix: str = ""
-    """First part of tensor names (``bert``), which transformers omits when it saves a base model without a task."""
+    """First part of tensor names (``bert``). Transformers omits it when it saves a base model, so a
+    name is looked up with and without it."""
     heads: str = ""
-    """Regular expression for the start of tensor names (``classifier``) of a task's head; a backbone lacks them."""
+    """Regular expression for the start of tensor names (``classifier``) of a task's head. A load into a backbone, which
+    has no head, leaves these tensors out."""
     outside: Mapping[str, str] = field(default_factory=dict)
-    """Regular expression for names of tensors that KerasHub's class has no variables for → what these tensors are."""
+    """Regular expression for tensor names → what these tensors are, for the report. KerasHub's class has no variables
+    for them, so a load leaves them out."""
     has_pooler_outside: bool = False
     """Whether transformers' model has a pooler and KerasHub's has none, so that the pooler's tensors are left out."""
     optional_part: OptionalPart | None = None
@@ -87,7 +95,8 @@ class ModelType:
     tensor_fields: tuple[str, ...] = ()
     """Fields that `tensors` reads. They are checked to be positive whole numbers before `tensors` is called."""
     norms_minus_one: bool = False
-    """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1."""
+    """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1. Values that
+    ``shardload synth`` makes up depend on it."""
     converter: Converter | None = None
     """shardload's own converter, for a model that KerasHub has a class for, but no converter."""
     decodes: str | None = None
@@ -119,13 +128,16 @@ class Family:
     alias_notes: Mapping[str, str] = field(default_factory=dict)
     """Alias → why no size has this name, as a clause for notes: ``Gemma 2 was never released at 7B``."""
     windows_without_self: tuple[str, ...] = ()
-    """Classes of KerasHub's layers that do not count the attending token in the window, so they see one token more."""
+    """KerasHub's attention layers that attend to a window of tokens and to the token itself, one more than
+    transformers."""
     ties_unsaid: tuple[str, ...] = ()
-    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``, so that stored tensors must tell it."""
+    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``. For files that Keras wrote, the tensors
+    tell it: without those of an output layer, the embedding is the output layer."""
     gguf: tuple[GgufArchitecture, ...] = ()
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
     """GGUF's name (``tokenizer.ggml.pre``) → how text is split before byte pairs are merged."""
     exports: Mapping[str, Export] = field(default_factory=dict)
     """Class name of a KerasHub backbone → how to write its ``config.json`` for Hugging Face."""
     gguf_refused: Mapping[str, str] = field(default_factory=dict)
-    """GGUF architecture that shardload refuses, although KerasHub has a class of this name → why, for a message."""
+    """GGUF architecture → why shardload refuses it, for a message: KerasHub's class of that name computes another
+    model."""

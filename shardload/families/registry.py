@@ -96,7 +96,7 @@ def families() -> tuple[Family, ...]:
 
 
 def model_type_of(config: Config) -> ModelType:
-    """Return the record of a configuration's ``model_type``; for an unknown one, a record with only its name."""
+    """Return what is known about a configuration's ``model_type``; if nothing is, a `ModelType` with only its name."""
     return _found(config)[1]
 
 
@@ -125,12 +125,12 @@ def why_refused(gguf_architecture: str) -> str | None:
 
 
 def exports() -> dict[str, Export]:
-    """Return how to write KerasHub's backbones for Hugging Face, by the name of the backbone's class."""
+    """Return all backbones that can be written for Hugging Face: name of KerasHub's class → how to write it."""
     return {backbone: export for family in families() for backbone, export in family.exports.items()}
 
 
 def pre_tokenizers() -> dict[str, PreTokenizer]:
-    """Return the supported ways to split text before byte pairs are merged, by their names in GGUF."""
+    """Return how texts are split into words before byte pairs are merged: GGUF's name of the way → the way."""
     return {name: found for family in families() for name, found in family.pre_tokenizers.items()}
 
 
@@ -152,7 +152,7 @@ def _model_types() -> dict[str, tuple[Family, ModelType]]:
 
 @cache
 def announced() -> dict[str, EntryPoint]:
-    """Return the entry points by which installed packages announce families, by the name of the family."""
+    """Return the entry points by which installed packages add families, by the name of the family."""
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 

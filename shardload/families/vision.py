@@ -17,21 +17,21 @@ from shardload.units import plural
 
 
 def _no_biases(config: Config) -> str | None:
-    """Return why KerasHub cannot build a model without biases of query, key and value; ``None`` if it has them."""
+    """Return an error's text if query, key and value have no biases, which KerasHub needs; else ``None``."""
     if config.get("qkv_bias") is not False:
         return None
     return "config.json sets qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
 
 
 def _oblong(config: Config) -> str | None:
-    """Return why KerasHub cannot build a model for images or patches that are not squares; ``None`` for squares."""
+    """Return an error's text if images or patches are no squares, which KerasHub cannot build; else ``None``."""
     if key := next((key for key in ("image_size", "patch_size") if isinstance(config.get(key), list)), None):
         return f"config.json sets {key}={config[key]}, but KerasHub's converter takes one number"
     return None
 
 
 def _part_of_a_patch(config: Config, name: str) -> str | None:
-    """Return why ``image_size`` does not suit a class that needs a multiple of ``patch_size``; ``None`` if it does."""
+    """Return an error's text if ``image_size`` is no multiple of ``patch_size``, as KerasHub needs; else ``None``."""
     if (sizes := _patch_sizes(config)) is None or sizes[0] % sizes[1] == 0:
         return None
     return f"config.json sets image_size={sizes[0]}, but {name} needs a multiple of patch_size={sizes[1]}"
@@ -63,7 +63,7 @@ VIT_FAMILY = Family(name="vit", title="ViT", model_types=(VIT, DEIT))
 
 
 def _padded_windows(config: Config, name: str) -> str | None:
-    """Return which stage of Swin needs padding, which KerasHub's class does not support; ``None`` if no stage does."""
+    """Return an error's text if Swin's windows do not cover a stage evenly, as KerasHub needs; else ``None``."""
     squares, window, depths = _patch_sizes(config), config.get("window_size"), config.get("depths")
     if squares is None or not isinstance(window, int) or window < 1 or not isinstance(depths, list):
         return None

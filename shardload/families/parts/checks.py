@@ -19,7 +19,8 @@ TANH = "gelu_pytorch_tanh"
 RMS_EPSILON = ("rms_norm_eps", 1e-6)
 SILU = ("hidden_act", "silu")
 _Windows = Callable[[Config, int], list[int | None]]
-"""Takes a configuration and the number of layers; returns each layer's window in tokens, ``None`` without a window."""
+"""Takes a configuration and the number of layers; returns how many tokens the sliding window of each layer has,
+``None`` for a layer that attends to all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class FieldDifference:
     actual: str
     """The value that the built model has, as text for messages."""
     names: tuple[str, ...]
-    """Names of fields. If ``ignore_config`` contains any of them, this difference is accepted."""
+    """Names that a user may write in ``ignore_config`` to accept this difference; one of them is enough."""
     fix: Callable[[], None] | None = None
     """Function that sets the configured value on the built layers; ``None`` if the difference cannot be repaired."""
 
@@ -42,14 +43,15 @@ class FieldDifference:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Default soft caps: limits into which Gemma squeezes attention scores and logits, by tanh."""
+    """Defaults of Gemma's soft caps, if a configuration omits them: tanh keeps scores and logits below them."""
 
     scores: float | None
     """Default of ``attn_logit_softcapping``, the cap of attention scores; ``None``: no cap."""
     logits: float | None
     """Default of ``final_logit_softcapping``, the cap of the output layer's logits; ``None``: no cap."""
     has_scores: bool = True
-    """Whether transformers applies ``attn_logit_softcapping`` to this model, or ignores the field."""
+    """Whether transformers applies ``attn_logit_softcapping`` to this model. If not, KerasHub's class must apply
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +64,22 @@ class SameAttribute:
     attribute: str
     default: Any
     names: tuple[str, ...]
-    """Names of fields. If ``ignore_config`` contains any of them, a difference is accepted."""
+    """Names that a user may write in ``ignore_config`` to accept a difference; one of them is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Fields of one ``model_type`` to compare with the built model; a pair is a field's name and its default."""
+    """Fields of one ``model_type`` to compare with the built model; a pair is (field's name, transformers' default)."""
 
     epsilon: tuple[str, float] | None = None
     activation: tuple[str, str] | None = None
     rotary: Rotary | None = None
-    """How to read the rotary positions; ``None`` for models without them."""
+    """How to read the rotary positions from the configuration; ``None`` for models without them."""
     windows: _Windows | None = None
-    """Function that returns the sliding window of each layer; ``None`` if no layer has one."""
+    """Function that reads the sliding window of each layer from the configuration; ``None`` if no layer has one."""
     has_activation: str | None = None
-    """Activation that KerasHub's class always computes (``silu``), if its layers have no attribute that tells it."""
+    """Activation that KerasHub's class always computes (``silu``). Only for classes whose layers store no activation
+    that could be read."""
     activation_names: Mapping[str, str] = field(default_factory=dict)
     """Configured activation → the one that it really means: Gemma's first files say ``gelu`` for its tanh form."""
     caps: Caps | None = None
@@ -95,12 +98,12 @@ class Checks:
 
 
 def every_layer(config: Config, layers: int) -> list[int | None]:
-    """Return the window of each layer, for models in which all layers have the field ``sliding_window`` as window."""
+    """Return each layer's window, for models in which all layers have the same one: the field ``sliding_window``."""
     return [config.get("sliding_window")] * layers
 
 
 def if_used(config: Config, layers: int) -> list[int | None]:
-    """Return the field ``sliding_window`` as every layer's window if ``use_sliding_window`` is set, else no windows."""
+    """Return each layer's window: the field ``sliding_window`` if ``use_sliding_window`` is set, else ``None``."""
     return every_layer(config, layers) if config.get("use_sliding_window") else [None] * layers
 
 

@@ -31,7 +31,10 @@ SQUARES = {"image_size": 224, "patch_size": 16}
 
 
 def decoder_defaults(*sizes: int, kv: int | None, longest: int) -> dict[str, Any]:
-    """Return default ``config.json`` entries: ``sizes`` in the order of `SIZES`, key-value heads, and longest text."""
+    """Return the values that transformers assumes for the sizes that a decoder's ``config.json`` omits.
+
+    ``sizes`` are in the order of `SIZES`; ``kv`` is the number of key-value heads, ``longest`` the most positions.
+    """
     return dict(zip(SIZES, sizes, strict=True)) | {"num_key_value_heads": kv, "max_position_embeddings": longest}
 
 
@@ -39,7 +42,7 @@ def decoder_defaults(*sizes: int, kv: int | None, longest: int) -> dict[str, Any
 
 
 class Dims(NamedTuple):
-    """The dims in which the published sizes of a family (2B, 9B, …) differ."""
+    """The numbers in which the published models of one family (2B, 9B, …) differ."""
 
     hidden: int
     layers: int
@@ -51,7 +54,7 @@ class Dims(NamedTuple):
 def published_decoder(
     model_type: str, class_name: str, dims: Dims, *, vocab: int, tied: bool = True, **rest: Any
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a decoder with rotary positions and RMS norms; ``rest`` are further entries."""
+    """Return the ``config.json`` of a published model, a decoder with RMS norms; ``rest`` are more entries of it."""
     return {
         "model_type": model_type,
         "architectures": [class_name],

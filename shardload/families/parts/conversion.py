@@ -33,7 +33,7 @@ class Converter:
 
 
 def decoder_arguments(config: Config) -> dict[str, Any]:
-    """Return constructor arguments that all KerasHub decoders with rotary positions and RMS norms have in common."""
+    """Return the arguments, read from a ``config.json``, that KerasHub's decoders with RMS norms have in common."""
     return {
         "vocabulary_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],
@@ -46,7 +46,7 @@ def decoder_arguments(config: Config) -> dict[str, Any]:
 
 
 def port_ends(backbone: Any, loader: Any) -> None:
-    """Assign the tensors of a decoder that are outside of its blocks: embedding, output layer and last norm."""
+    """Load the weights of a decoder that are outside of its blocks: embedding, output layer and last norm."""
     loader.port_weight(backbone.token_embedding.embeddings, "model.embed_tokens.weight")
     loader.port_weight(backbone.token_embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
     loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
@@ -89,7 +89,7 @@ class Export:
 
 
 def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the ``config.json`` entries of a KerasHub decoder with rotary positions and RMS norms."""
+    """Return the entries that the ``config.json`` of any exported decoder has: class, sizes and epsilon."""
     return {
         "model_type": model_type,
         "architectures": [architecture],
@@ -103,7 +103,7 @@ def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[
 
 
 def exported_plain_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the ``config.json`` entries that backbones of Mistral and Qwen have in common."""
+    """Return the entries that the ``config.json`` of an exported Mistral or Qwen have in common."""
     return {
         **exported_decoder(backbone, model_type, architecture),
         "intermediate_size": backbone.intermediate_dim,

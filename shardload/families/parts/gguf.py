@@ -64,13 +64,14 @@ PERMUTED = {"attn_q": Undo.UNPERMUTE, "attn_k": Undo.UNPERMUTE}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """How to read GGUF files of one ``general.architecture``, or of one kind of model among several that share it."""
+    """How to read GGUF files of one ``general.architecture``, or of one of its models (``bert``: BERT, RoBERTa, …)."""
 
     name: str
     config: Callable[[GgufValues], dict[str, Any]]
     """Takes the values of a header; returns a ``config.json`` that KerasHub's converter accepts."""
     applies: Callable[[GgufValues], bool] = lambda values: True
-    """Whether a file of architecture ``name`` contains this kind of model: several kinds may share one ``name``."""
+    """Takes the values of a header; returns whether the file has this kind of model. Several kinds may share one
+    ``name``: ``bert`` stands for BERT, DistilBERT and RoBERTa."""
     block_names: Mapping[str, str]
     """GGUF's name of a layer within a block (``attn_q``) → Hugging Face's (``self_attn.q_proj``)."""
     top_names: Mapping[str, str] = field(default_factory=lambda: TOP)
@@ -78,12 +79,13 @@ class GgufArchitecture:
     block: str = "model.layers"
     """Start of Hugging Face's names of layers in blocks: all that comes before the number of the block."""
     bare: frozenset[str] = frozenset()
-    """Hugging Face's names that end a tensor's name (``router.scale``): no ``.weight`` or ``.bias`` is appended."""
+    """Hugging Face's names of layers that are whole names of tensors (``router.scale``), without ``.weight`` at the
+    end."""
     undone: Mapping[str, Undo] = field(default_factory=dict)
     """GGUF's name of a layer → how the program that wrote the file changed the layer's tensors."""
     norms_plus_one: bool = False
     rope_factors: frozenset[str] = frozenset()
-    """Names of tensors with factors for rotary positions: settings that `config` reads, not weights of the model."""
+    """Names of GGUF tensors with factors for rotary positions. They are settings, which `config` reads, not weights."""
     fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Hugging Face's tensor of all experts → GGUF's layers that it joins, column by column: gate, up, gate, up, …"""
 
@@ -111,7 +113,7 @@ class GgufArchitecture:
         return f"{self.block}.{int(block[1])}.{part}{ending}" if block else f"{part}{ending}"
 
     def undo(self, name: str) -> Undo:
-        """Return which change to undo when the GGUF tensor ``name`` is read."""
+        """Return how the program that wrote the file changed the tensor ``name``: a load must undo it."""
         stem, _, suffix = name.rpartition(".")
         if self.norms_plus_one and stem.endswith("norm"):
             return Undo.MINUS_ONE
@@ -130,16 +132,17 @@ class GgufArchitecture:
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # Expressions differ mostly in how they split numbers: up to three digits at a time, one by one, or not at all.
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Regular expression that finds words, appended to `CONTRACTIONS`; ``%s`` is the digits per word (``{1,3}``)."""
+"""Regular expression that finds words in a text, appended to `CONTRACTIONS`. ``%s`` stands for how many digits a word
+may have (``{1,3}``)."""
 
 
 class GgufTokenizer(StrEnum):
-    """Supported values of ``tokenizer.ggml.model``. llama.cpp names an algorithm after the first model that used it."""
+    """Supported kinds of tokenizers (``tokenizer.ggml.model``), which llama.cpp names after the first model of each."""
 
     SENTENCEPIECE = "llama"
     BYTE_PAIRS = "gpt2"
     SPACED_PAIRS = "gemma4"
-    """Byte-pair merging, like ``BYTE_PAIRS``, but each space in the text is replaced with ``▁`` first."""
+    """Byte-pair merging over a text in which each space was replaced with ``▁``."""
     WORD_PIECES = "bert"
     UNIGRAMS = "t5"
 

@@ -18,7 +18,7 @@ _INSTEAD = "Convert the model to GGUF again, or load its safetensors instead"
 
 @dataclass(frozen=True, slots=True)
 class GgufValues:
-    """Typed access to the key-values of one GGUF header."""
+    """The key-values of one GGUF header, read with checks of their types; errors name the file and the key."""
 
     entries: Mapping[str, Any]
     """Full name of a key (``llama.block_count``) → its value."""
@@ -39,7 +39,10 @@ class GgufValues:
         return f"{self.architecture}.{key}" in self.entries
 
     def number(self, key: str, default: Any = ...) -> Any:
-        """Return the number at ``ARCHITECTURE.key``. A list is accepted if it has the same number for every layer."""
+        """Return the number at ``ARCHITECTURE.key``; raise if the key is missing and there is no ``default``.
+
+        A list of the same number for every layer counts as that number.
+        """
         full = f"{self.architecture}.{key}"
         found = self.entries.get(full, default)
         # Compared as text: 1 and True differ, and NaN equals itself.
@@ -87,7 +90,7 @@ class GgufValues:
 
 
 def shortest(value: float) -> float:
-    """Return the shortest decimal that is the same float32: 1e-06, not 9.999999974752427e-07."""
+    """Return a float32 as a ``config.json`` has it, with the fewest digits: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value)))
 
 
@@ -115,7 +118,7 @@ def model_entries(values: GgufValues, model_type: str, class_name: str) -> _Conf
 
 
 def decoder_entries(values: GgufValues, model_type: str, class_name: str) -> _Config:
-    """Return the ``config.json`` entries of a decoder with rotary positions and RMS norms."""
+    """Return the ``config.json`` entries of a decoder with rotary positions and RMS norms, read from a GGUF header."""
     heads, kv_heads = head_counts(values)
     hidden = values.count("embedding_length")
     return model_entries(values, model_type, class_name) | {
@@ -151,9 +154,10 @@ def _rope_scaling(values: GgufValues) -> _Config | None:
 
 
 def with_llama3_scaling(values: GgufValues, base: _Config) -> _Config:
-    """Add Llama 3.1's rule for scaling rotary positions to a configuration, if the factors that GGUF stores follow it.
+    """Return a configuration with Llama 3.1's scaling of rotary positions, or as it was if GGUF stores no factors.
 
-    If KerasHub's class does not support this scaling, building the model raises.
+    Stored factors that do not follow Llama 3.1's rule raise: their settings cannot be found out. If
+    KerasHub's class does not support this scaling, building the model raises.
     """
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
@@ -182,7 +186,7 @@ def with_llama3_scaling(values: GgufValues, base: _Config) -> _Config:
 
 
 def expert_entries(values: GgufValues) -> _Config:
-    """Return the ``config.json`` entries of a mixture of experts, except ``norm_topk_prob``, which GGUF omits."""
+    """Return the ``config.json`` entries about experts of a mixture, except ``norm_topk_prob``, which GGUF omits."""
     stacked = values.shape("blk.0.ffn_up_exps.weight") or (0, 0)
     return {
         "num_experts": values.count("expert_count"),

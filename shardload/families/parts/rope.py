@@ -41,7 +41,8 @@ class Rotary:
     """Whether ``partial_rotary_factor``, the fraction of a head's features that rotate, has an effect in a model that
     does not scale its positions. (In one that does, it always has.)"""
     stretched: str = "linear"
-    """The one kind of scaling (``linear`` or ``yarn``) that KerasHub's class can apply with a scaling factor."""
+    """The kind of scaling (``linear`` or ``yarn``) that KerasHub's class applies if its constructor gets a scaling
+    factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,15 @@ class Rotation:
     """The rotary embedding that one layer applies to queries and keys."""
 
     kind: str
-    """Kind of scaling: ``default``, ``linear``, ``yarn``, ``llama3``, …, or an unknown kind that is configured."""
+    """Kind of scaling, as configured: ``default`` (none), ``linear``, ``yarn``, ``llama3``, … or a kind unknown
+    here."""
     theta: float
     parameters: Config
     """Settings of this kind of scaling, by their names in the configuration: ``factor``, ``beta_fast``, …"""
     angles: Angles | None
     """Angle in radians by which each pair of features rotates per token; ``None`` if kind or head dim is unknown."""
     scale: float = 1.0
-    """Factor that sine and cosine are multiplied by."""
+    """Factor that sine and cosine are multiplied by: other than 1 only with ``yarn`` and ``longrope``."""
 
     def __str__(self) -> str:
         factor = self.parameters.get("factor")
@@ -65,7 +67,10 @@ class Rotation:
 
 
 def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int | None) -> Rotation:
-    """Return how layers of one kind (`FULL` or `SLIDING`) rotate; with ``head_dim=None``, the angles are left out."""
+    """Return the rotary embedding that a configuration sets for layers of one kind (`FULL` or `SLIDING`).
+
+    The angles depend on the size of a head: with ``head_dim=None``, they are left out.
+    """
     has_kinds = rotary.sliding_theta is not None
     default_theta = rotary.sliding_theta if has_kinds and layer_type == SLIDING else rotary.theta
     parameters = dict(parameters_of(config, layer_type, has_kinds=has_kinds))
@@ -93,7 +98,10 @@ def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int |
 
 
 def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config:
-    """Return the rotary entries for layers of ``layer_type``; ``has_kinds`` says that sliding layers have their own."""
+    """Return the entries about rotary positions that hold for layers of one kind (`FULL` or `SLIDING`).
+
+    With ``has_kinds``, the kinds differ: entries that name no kind hold for full attention only.
+    """
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
         # transformers 5, for models whose kinds of layers differ: an entry for each kind.
@@ -107,7 +115,7 @@ def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config
 
 
 def field_of(config: Config) -> str:
-    """Return which entry of a ``config.json`` scales positions: ``rope_scaling`` or ``rope_parameters``."""
+    """Return, for messages, which field of a configuration scales positions (``rope_scaling``, ``rope_parameters``)."""
     return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
 
 

@@ -21,17 +21,18 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     near_one: bool = False
-    """Whether the tensor's values are around one, as the scales of a norm are, instead of around zero."""
+    """Whether made-up values (``shardload synth``) are around one, as the scales of a norm are, instead of around
+    zero."""
 
 
 def affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[TensorSpec]:
-    """Yield the matrix and the bias of the layer named ``at``; the bias has ``out`` elements."""
+    """Yield name and shape of the matrix and the bias of the layer named ``at``; the bias has ``out`` elements."""
     yield TensorSpec(f"{at}.weight", shape)
     yield TensorSpec(f"{at}.bias", (out,))
 
 
 def norm(at: str, hidden: int) -> Iterator[TensorSpec]:
-    """Yield the scale and the bias of the norm named ``at``."""
+    """Yield name and shape of the scale and the bias of the norm named ``at``."""
     yield TensorSpec(f"{at}.weight", (hidden,), near_one=True)
     yield TensorSpec(f"{at}.bias", (hidden,))
 
@@ -44,7 +45,7 @@ def gated_mlp(
     size: str = "intermediate_size",
     biased: bool = False,
 ) -> Iterator[TensorSpec]:
-    """Yield the three matrices of a gated feed-forward layer; ``size`` names the field with the layer's width."""
+    """Yield name and shape of a gated feed-forward layer's three matrices; ``size`` is the field with its width."""
     hidden, width = config["hidden_size"], config[size]
     for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
         yield TensorSpec(f"{at}.{name}.weight", shape)
@@ -54,7 +55,7 @@ def gated_mlp(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTensors:
-    """Lists the tensors of a decoder with rotary positions and RMS norms."""
+    """Lists the tensors of a decoder from its configuration; the fields say in what models with RMS norms differ."""
 
     norms_minus_one: bool = False
     """Whether norms store their scale minus one, so that a stored 0 scales by 1."""
@@ -69,10 +70,11 @@ class DecoderTensors:
     feed_forward: Callable[[Config, int, str], Iterator[TensorSpec]] = lambda config, layer, at: gated_mlp(
         config, f"{at}.mlp"
     )
-    """Yields the tensors of a layer's feed-forward part; takes the configuration, the layer's index and name prefix."""
+    """Takes the configuration, the index of a layer and the start of its names (``model.layers.0``); yields the tensors
+    of its feed-forward part."""
 
     def __call__(self, config: Config) -> Iterator[TensorSpec]:
-        """Yield the tensors of a checkpoint with this configuration, in the order of the file."""
+        """Yield name and shape of each tensor of a checkpoint with this configuration, in the order of the file."""
         vocab, hidden, one = config["vocab_size"], config["hidden_size"], not self.norms_minus_one
         yield TensorSpec("model.embed_tokens.weight", (vocab, hidden))
         for i in range(config["num_hidden_layers"]):
@@ -109,7 +111,7 @@ class DecoderTensors:
 
 @dataclass(frozen=True, slots=True)
 class OptionalPart:
-    """A part (pooler, output layer) that a KerasHub class always has, but some classes of `transformers` lack."""
+    """A part that a KerasHub class always has (pooler, output layer), but that checkpoints of some classes lack."""
 
     title: str
     names: str
@@ -117,7 +119,8 @@ class OptionalPart:
     without: tuple[str, ...]
     """Endings of class names in `transformers` (``ForMaskedLM``) whose checkpoints may lack the part."""
     output: str
-    """The part's result, as named in the note that it is meaningless until trained: ``the pooled output``."""
+    """What the part computes (``the pooled output``). A checkpoint without the part is loaded, and a note in the report
+    says that this result is meaningless until trained."""
 
 
 POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
