@@ -189,7 +189,7 @@ def _deserialize(
 ) -> Any:
     """Build the model of a Keras configuration, and compile it if ``compiling`` is a function.
 
-    The function is called only if the model cannot be compiled as saved, with the reason.
+    If the model cannot be compiled as it was saved, ``compiling`` is called with the reason, for a warning.
     """
     if "keras_hub" in json.dumps(config):
         kerashub.keras_hub()  # registers its classes
@@ -250,7 +250,7 @@ _LAYER_KEYS = (
 )
 _PARTS = ("config", "text_config", "vision_config", "audio_config", "encoder", "decoder")
 _SHOWN = 1000
-"""How many characters of another error's message are quoted at most: it may contain a value of any length."""
+"""How many characters of another library's error are quoted at most: it may contain a value of any length."""
 
 _CODE = "Requested the deserialization of a"
 """How Keras' message begins when it refuses Python code (a lambda) in a configuration. No other message does."""
@@ -259,7 +259,7 @@ _INNER = "Exception encountered: "
 
 
 def _check_layer_count(manifest: Manifest) -> None:
-    """Raise if a configuration sets more layers than the checkpoint has tensors: building them could take forever."""
+    """Raise if a configuration sets more layers than the checkpoint has tensors: to build them could take forever."""
     # A layer has at least one tensor, so a larger number is damage or an attack. Without files, use a fixed limit.
     n_tensors = len(manifest.tensors) if manifest.files else MAX_LAYERS
     found = f"it has only {plural(n_tensors, 'tensor')}" if manifest.files else f"expected at most {MAX_LAYERS}"
@@ -319,7 +319,7 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
 
 
 def _refuse_code(error: Exception, manifest: Manifest) -> None:
-    """Raise if Keras refused Python code in the arguments of ``compile``."""
+    """Raise, with advice, if ``error`` says that Keras refused Python code in the arguments of ``compile``."""
     if str(error).startswith(_CODE):
         raise UnsupportedError(
             f"Cannot compile the model of {manifest.source}: {_first(error)}. If you trust the checkpoint, run the "
@@ -328,7 +328,7 @@ def _refuse_code(error: Exception, manifest: Manifest) -> None:
 
 
 def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool) -> str:
-    """Return a warning: the model is not compiled, or (``has_defaults``) only with the defaults of its class."""
+    """Return the warning that a model is not compiled as saved: not at all, or (``has_defaults``) as its class does."""
     stored = ("optimizer/", "optimizer_variables/")
     state = "compiled with the defaults of its class" if has_defaults else "not compiled"
     reason = why if isinstance(why, str) else _first(why)
@@ -342,7 +342,7 @@ def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: boo
 
 
 def _first(error: Exception) -> str:
-    """Return the first paragraph of an error's message; if Keras quotes another error in it, of that one's."""
+    """Return the first paragraph of an error's message or, if Keras quotes another error in it, of that error's."""
     message = str(error).strip().rpartition(_INNER)[2]
     first, *rest = message.split("\n\n")
     if rest and first.endswith(":"):  # Keras announces the cause, which is the next paragraph

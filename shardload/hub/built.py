@@ -23,7 +23,7 @@ from shardload.keras_bridge.model_state import own_layers
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")
 _POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
-"""Inputs at which two activation functions are compared."""
+"""Inputs at which two activation functions are evaluated, to find out whether they are the same."""
 
 
 def transformer_layers_of(backbone: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def layers(backbone: Any) -> list[Any]:
 
 
 def attention_of(block: Any, attribute: str) -> Any:
-    """Return the first layer inside a block that has ``attribute``, or the block itself; ``None`` if none has it."""
+    """Return the first layer in a block that has ``attribute``, else the block itself; ``None`` if neither has it."""
     return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
 
 
@@ -117,8 +117,8 @@ def _is_obeyed(layer: Any, name: str) -> bool:
 def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
     """Return how a block's rotary layer rotates each pair of features; ``None`` without rotary positions.
 
-    The three values are the angles in radians per token, the factors that lengthen the pairs, and the relative error
-    of both.
+    The three values are the angles in radians per token, the factors by which pairs become longer, and how large a
+    relative error both may have.
     """
     layer = rotary_of(block)
     if layer is None:
@@ -150,13 +150,13 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
 
 
 def settings_text(layer: Any) -> str:
-    """Return a layer's public settings as text, which is the same for layers with the same settings."""
+    """Return a layer's public settings as text. Layers with the same text behave alike: one of them is measured."""
     public = ((k, v) for k, v in vars(layer).items() if not k.startswith("_") and k != "name")
     return repr(sorted((k, v) for k, v in public if isinstance(v, int | float | str | None)))
 
 
 def rotary_of(block: Any) -> Any:
-    """Return the rotary layer, which rotates a block's queries and keys; ``None`` if the block has none."""
+    """Return the layer that rotates a block's queries and keys by their positions; ``None`` if there is none."""
     return next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
 
 
@@ -179,7 +179,7 @@ def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def at_points(function: Any) -> NDArray[np.float64]:
-    """Return an activation's values at `_POINTS`."""
+    """Return an activation's values at a few fixed inputs, by which two activations are compared."""
     return np.asarray(_compiled(function, _POINTS), np.float64)
 
 

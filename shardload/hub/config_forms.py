@@ -25,11 +25,11 @@ from shardload.transfer.read_tensor import read_rows
 from shardload.units import plural
 
 _ROWS = 16
-"""How many rows of a stored output layer are compared with the embedding before the model is built."""
+"""How many rows of a stored output layer are compared with the embedding, to decide whether both are one weight."""
 
 
 def read_config(manifest: Manifest) -> dict[str, Any]:
-    """Return a copy of the configuration in the form that KerasHub's converters read."""
+    """Return a copy of a checkpoint's configuration, with the fields and values that KerasHub's converters expect."""
     config = copy.deepcopy(dict(manifest.config))
     # KerasHub reads the first entry unconditionally; GGUF and KerasHub's own exports have none.
     config["architectures"] = config.get("architectures") or [""]
@@ -54,7 +54,7 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a model or a part with the defaults of its ``model_type`` filled in."""
+    """Return the configuration of a model, or of a part (``text_config``), with its ``model_type``'s defaults."""
     known = model_type_of(config)
     found = {**known.defaults, **config}
     # None stands for multi-head attention: as many key-value heads as heads.
@@ -101,7 +101,7 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
 
 def tie_as_described(described: Any, manifest: Manifest) -> None:
-    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its Hugging Face source says so."""
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if the Hugging Face checkpoint is tied."""
     if ties_embeddings(manifest):
         _tie(described)
 
@@ -120,7 +120,7 @@ def _tie(described: Any) -> None:
 
 
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
-    """Whether output layer and embedding differ, judged by a sample of their rows; the load compares all rows."""
+    """Whether output layer and embedding differ in a sample of their rows; the load compares all rows later."""
     embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)
     # Not comparable row by row: build the model tied, and the complete comparison of the load will refuse the tensor.
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
@@ -130,7 +130,7 @@ def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
 
 
 def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mapping[str, Any]) -> None:
-    """Raise if KerasHub's class, whose constructor takes ``arguments``, cannot represent the configured model."""
+    """Raise if KerasHub's class, whose constructor takes ``arguments``, cannot compute what is configured."""
     config, name = read_config(manifest), f"KerasHub's {backbone_cls.__name__}"
     why = model_type_of(config).lacking(config, name)
     head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
@@ -174,7 +174,8 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 def transformers_tensors(config: Config) -> list[TensorSpec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
 
-    A field that the configuration omits has transformers' default. Messages of errors are clauses, not sentences.
+    A field that the configuration omits has transformers' default. Messages of errors are clauses ("its
+    configuration sets …"), from which the caller makes a sentence.
     """
     kind, known = config.get("model_type"), model_type_of(config)
     if known.tensors is None:

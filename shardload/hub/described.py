@@ -42,7 +42,7 @@ _MAX_BYTES = 16 << 40
 
 
 def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:
-    """Return the manifest that a Hugging Face folder with this configuration and dtype would have, if it existed."""
+    """Return the manifest (tensors' names, shapes, dtypes) that a Hugging Face folder with this configuration has."""
     # A name is enough, also bfloat16: ml_dtypes, which JAX imports, registers its types with NumPy.
     dtype = np.dtype(stored)
     specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]
@@ -50,7 +50,7 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
 
 
 def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> Manifest:
-    """Return a copy of ``described``, a manifest without tensors, to which those of its checkpoint are added."""
+    """Return the manifest of a checkpoint without weights, with the tensors that it would have: for a plan."""
     with describe_failure(described):
         if spec_of(described).is_hugging_face and model_type_of(described.config).tensors is not None:
             found = _of_hugging_face(described)
@@ -78,7 +78,7 @@ def _of_hugging_face(described: Manifest) -> Manifest:
 
 
 def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:
-    """Return the manifest of the preset that KerasHub would save for the model of a Hugging Face configuration."""
+    """Return the manifest of a KerasHub preset of the model that Hugging Face's ``config.json`` describes."""
     with abstract(), tempfile.TemporaryDirectory() as folder:
         save_description(building.build_model(described, ignore_config=ignore_config), Path(folder), extra={})
         found = describe_folder(located(folder))
@@ -110,7 +110,7 @@ def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype
 
 
 def placed(specs: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]], where: Location) -> dict[str, Tensor]:
-    """Return tensors of these names, shapes and dtypes, with offsets as if all were in one file at ``where``."""
+    """Return tensors of these names, shapes and dtypes, as if in one file at ``where``: a plan needs offsets."""
     # The plan sorts reads by file and offset, so even tensors without a file need distinct ones.
     found: dict[str, Tensor] = {}
     offset = 0

@@ -49,7 +49,7 @@ def checked_fields(ignore: Sequence[str]) -> tuple[str, ...]:
 
 
 def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
-    """Return arguments for a KerasHub backbone's constructor, in addition to those that KerasHub's converter passes."""
+    """Return the arguments of a KerasHub backbone that a configuration sets, but KerasHub's converter does not pass."""
     found = _configured_arguments(manifest.config, inspect.signature(backbone_cls).parameters)
     return found | _pooling_arguments(manifest)
 
@@ -98,7 +98,10 @@ def _kept_by_ours(usual: Any) -> str:
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Return notes on what `reconcile` changed or ignored; for a model not built from this source, on what differs."""
+    """Return notes for a load's report: what `reconcile` changed or ignored when the model was built from this source.
+
+    For any other model, such as a user's own, they say what differs from the source.
+    """
     backbone = backbone_of(model)
     record = record_of(backbone)
     if record.built_from == manifest.source:
@@ -122,7 +125,7 @@ def _described_part(model: Any, manifest: Manifest) -> Any:
 
 
 def _attribute_notes(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Say which attributes of a model's layers differ from what the source stores for them."""
+    """Return a note that names the attributes of layers in which a model differs from the saved one, if it does."""
     if not (names := differing_attributes(_described_part(model, manifest), _saved_attributes(manifest))):
         return ()
     return (
@@ -143,7 +146,7 @@ def _refusal(manifest: Manifest, backbone: Any, refused: list[FieldDifference]) 
 
 
 def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
-    """Set ``query_head_dim_normalize`` on the attention layers, to which KerasHub's Gemma does not pass it."""
+    """Set ``query_head_dim_normalize`` on attention layers, as KerasHub's Gemma does not; if it was wrong, note it."""
     # The block passes a constant True to its attention instead of the backbone's argument.
     if getattr(backbone, "query_head_dim_normalize", True):
         return ()
@@ -155,7 +158,7 @@ def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
 
 
 def _configured_arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
-    """Return arguments, for a constructor with these ``parameters``, that make a backbone match its configuration."""
+    """Return those arguments, for a constructor with these ``parameters``, that a configuration sets."""
     # Passed when the model is built, a setting is part of what Keras saves; set on layers later, it would be lost.
     checks, text = model_type_of(config).checks, text_of(config)
     if checks is None:
@@ -191,7 +194,7 @@ def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, A
 
 
 def _window_arguments(config: Config, checks: Checks) -> dict[str, Any]:
-    """Return constructor arguments for the size of sliding windows; `fields` checks later which layers have one."""
+    """Return constructor arguments for the size of sliding windows. The built model shows which layers have one."""
     assert checks.windows is not None
     windows = checks.windows(config, int(config["num_hidden_layers"]))
     sizes = {size for size in windows if size}

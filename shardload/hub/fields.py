@@ -40,7 +40,7 @@ def known_fields() -> set[str]:
 
 
 def text_of(config: Config) -> Config:
-    """Return the field ``text_config``, or the whole configuration if it has none, with defaults filled in."""
+    """Return the configuration of the text model, with defaults: the field ``text_config``, or all if there is none."""
     nested = config.get("text_config")
     # Gemma 3's text part may omit its model_type.
     text = {"model_type": f"{config.get('model_type')}_text", **nested} if isinstance(nested, Mapping) else config
@@ -69,7 +69,7 @@ def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
 
 
 def epsilon_of(backbone: Any) -> float:
-    """Return the epsilon that most layers of a backbone compute with."""
+    """Return the epsilon that most normalisation layers of a backbone compute with."""
     found = Counter(layer.epsilon for layer in built.normalisations(backbone))
     return float(found.most_common(1)[0][0])
 
@@ -81,7 +81,7 @@ def activation_of(backbone: Any) -> str | None:
 
 
 def limits(config: Config) -> Iterator[str]:
-    """Yield a note for each configured feature that the model lacks, and that matters in long texts only or never."""
+    """Yield a note on each configured feature that the model lacks, but that changes results of long texts at most."""
     family, checks, text = family_of(config), model_type_of(config).checks, text_of(config)
     if family is None or checks is None or checks.rotary is None:
         return
@@ -115,7 +115,7 @@ def untied(config: Config, backbone: Any) -> Iterator[str]:
 
 
 def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield differences in whether a token attends to later tokens (``is_causal``, which transformers 4 ignores)."""
+    """Yield the differing fields among those that say whether a token attends to later ones (``is_causal``, …)."""
     decoder = config.get("decoder")
     causal = (decoder if isinstance(decoder, Mapping) else text).get("is_causal")
     known = model_type_of(config)
@@ -181,9 +181,10 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
 
 
 _CLOSE = 1e-3
-"""Largest difference of two activations that may replace each other: the two forms of GELU differ by 4.7e-4."""
+"""Largest difference between values of two activations for one to be set in place of the other on built layers: the two
+forms of GELU differ by 4.7e-4."""
 _NAMED = ("gelu", "gelu_new", "silu", "relu", "tanh", "sigmoid")
-"""transformers' names of activations. Where it has several for one function (``silu``, ``swish``), one is here."""
+"""Activations that an export can name, as transformers names them: of several names (``silu``, ``swish``), one."""
 
 
 @functools.cache
@@ -265,7 +266,7 @@ def _windows(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDif
 
 
 def _obeyed(window: int | None, config: Config) -> int | None:
-    """Return ``window`` if it has an effect; ``None`` if there is no window, or if the longest text fits into it."""
+    """Return the size of a window that has an effect; ``None`` without a window or if the longest text fits into it."""
     if not window:
         return None
     # A bidirectional window extends by half its size to each side.
@@ -291,7 +292,7 @@ def _caps(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDiffer
 
 
 def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield a difference in ``query_pre_attn_scalar``, whose root divides attention scores."""
+    """Yield ``query_pre_attn_scalar``, by whose root attention scores are divided, if the model has another value."""
     field = "query_pre_attn_scalar"
     head_dim, per_head = head_dim_of(backbone), int(backbone.hidden_dim) // _heads_of(backbone)
     wanted = config.get(field, 256)

@@ -28,7 +28,7 @@ from shardload.stores.local import any_home
 
 
 def keras_hub(needed_for: str = "Building this model") -> Any:
-    """Import and return KerasHub; ``needed_for`` is the subject of the error that says it is not installed."""
+    """Import and return KerasHub. If it is not installed, the error says what it is ``needed_for``."""
     with _hub_extra(needed_for), any_home(), timed():
         import keras_hub as package
     return package
@@ -62,7 +62,7 @@ def preset_parameters(preset: str) -> int:
 
 
 def preset_saver(folder: Path) -> Any:
-    """Return KerasHub's object that writes configuration files to ``folder``."""
+    """Return KerasHub's object that writes a preset's configuration files to ``folder``."""
     keras_hub()
     from keras_hub.src.utils.preset_utils import KerasPresetSaver
 
@@ -90,7 +90,7 @@ def _preset_loader(manifest: Manifest) -> Any:
 
 
 def transformers_loader(manifest: Manifest) -> Any:
-    """Return KerasHub's loader for a Hugging Face or GGUF checkpoint; it uses a converter that the family declares."""
+    """Return KerasHub's loader for a Hugging Face or GGUF checkpoint, with the family's own converter if it has one."""
     manifest.require_description()
     keras_hub()
     with _hub_extra():
@@ -107,7 +107,7 @@ def transformers_loader(manifest: Manifest) -> Any:
         )
 
         class OwnLoader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
-            """KerasHub's loader with a converter that a family declares: KerasHub's constructor would not find it."""
+            """KerasHub's loader, given the family's own converter: by itself, it looks for one in KerasHub only."""
 
             def __init__(self) -> None:
                 super(TransformersPresetLoader, self).__init__(preset_path(manifest), config)
@@ -129,7 +129,7 @@ def transformers_loader(manifest: Manifest) -> Any:
 
 
 def converter(manifest: Manifest) -> Any:
-    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint, or its family's own converter."""
+    """Return what converts a Hugging Face or GGUF checkpoint: KerasHub's ``convert_*`` module, or shardload's own."""
     return transformers_loader(manifest).converter
 
 
@@ -205,12 +205,12 @@ def text_classes(model: Any) -> tuple[Any, Any]:
 
 
 def _shortest(classes: list[Any]) -> Any:
-    """Return the class with the shortest name: variants have longer ones."""
+    """Return the class with the shortest name, the plain one: variants have longer names. ``None`` if there is none."""
     return min(classes, key=lambda cls: (len(cls.__name__), cls.__name__), default=None)
 
 
 def reads_tokenizer(cls: Any, *, sentencepiece: bool) -> bool:
-    """Whether a preprocessor class needs a SentencePiece tokenizer; if not ``sentencepiece``, a byte-pair tokenizer."""
+    """Whether a preprocessor class reads SentencePiece (with ``sentencepiece``) or byte-pair tokenizers (without)."""
     kinds = keras_hub().tokenizers
     kind = kinds.SentencePieceTokenizer if sentencepiece else kinds.BytePairTokenizer
     return issubclass(cls.tokenizer_cls, kind)

@@ -25,11 +25,11 @@ from shardload.stores.json_files import read_optional
 from shardload.units import plural
 
 FIELD = "quantization_config"
-"""Name in ``ignore_config`` to load tensors as they are, although this field is set or they are float8."""
+"""What users put in ``ignore_config`` to load tensors as they are, although this field is set or they are float8."""
 ADAPTER = "adapter_config"
-"""Name in ``ignore_config`` to load the plain weights of a folder that also contains an adapter."""
+"""What users put in ``ignore_config`` to load the weights of a folder without the adapter that is also there."""
 _BARE_FLOAT8 = "float8"
-"""Method name for float8 tensors without scales, which may be plain casts."""
+"""Stands for a quantisation method if tensors are float8 but have no scales: they may be quantised or just cast."""
 _SIGNS = (
     (r"\.qweight$", "gptq or awq"),
     (r"\.g_idx$", "gptq"),
@@ -43,7 +43,8 @@ _SIGNS = (
 )
 """Pairs: a pattern of tensor names that no unquantised model has, and the quantisation method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Ending in `_SIGNS` → ending of the tensor that must be next to it; alone, the first one shows nothing."""
+"""Ending of a tensor's name → ending of another one. Both together show that weights are quantised; one alone does
+not."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
@@ -76,7 +77,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 
 
 def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """Run `check` on a folder before a load into an existing model; bare files are checked later by `check_mapped`."""
+    """Raise for a quantised folder before a load into an existing model; bare files are checked later, when mapped."""
     if _is_folder(manifest):
         check(manifest, ignore=ignore)
 
@@ -110,7 +111,7 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
 
 
 def _widened(manifest: Manifest, bindings: Iterable[Any]) -> list[str]:
-    """Return the names of float8 tensors that would be loaded into variables of another dtype."""
+    """Return the names of float8 tensors that would be cast to another dtype, as if they were no codes."""
     names = [b.view.tensor for b in bindings if not _is_float8(b.dtype)]
     return [name for name in names if _is_float8(manifest.tensors[name].dtype)]
 
@@ -138,7 +139,7 @@ def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable
 
 
 def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield each quantisation method that a configuration names, and the field or file that names it."""
+    """Yield each quantisation method that a folder's configuration files name, and the field or file that names it."""
     nested = [manifest.config.get(key) for key in ("text_config", "language_config")]
     for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
         for key in (FIELD, "compression_config"):
@@ -153,7 +154,7 @@ def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm_beside(manifest: Manifest) -> str | None:
-    """Return the algorithm in ``hf_quant_config.json``, which ModelOpt writes; ``None`` without such a file."""
+    """Return the quantisation method that ``hf_quant_config.json`` names, ModelOpt's file; ``None`` without it."""
     if not _is_folder(manifest):
         return None
     try:
