@@ -1,4 +1,4 @@
-"""`LayoutChoice`: a layout for every variable, the rule behind it, and the fallbacks."""
+"""`LayoutChoice`: a layout for every variable, why it was chosen, and where the wanted one did not divide evenly."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class VariableLayout:
     path: str
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes of the whole value of the variable, over all devices."""
+    """Bytes of the whole value of the variable, as if it were on one device."""
     layout: Layout
     rule: str
-    """Why this layout: what the variable is (``heads out``, ``bias``), the pattern of a user's rule, or ``default``."""
+    """Why this layout, for reports: what the variable is (``bias``), the pattern of a user's rule, or ``default``."""
     fallback: Fallback | None = None
     """What the rule wanted and why the mesh did not allow it; ``None`` if ``layout`` is what the rule wanted."""
 
@@ -57,16 +57,19 @@ class LayoutChoice:
     mode: str
     """``auto``, ``keras_hub``, ``replicated``, ``layout_map``, ``rules``, ``distribution``, or the path of a file."""
     by_id: Mapping[int, VariableLayout]
-    """Layouts by ``id(variable)``: those of ``model.variables``, then of compiled metrics and optimizer slots."""
+    """``id(variable)`` → layout: first for ``model.variables``, then for compiled metrics and optimizer slots."""
     batch_axis: str | None = None
-    """The mesh axis that splits the batch; ``None`` means the axis that `MeshSpec.batch_axis` returns."""
+    """The mesh axis that splits the batch, if a Keras distribution names it; ``None``: the one that the mesh itself
+    says."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
-    """Layouts during use, by ``id(variable)``, of variables that are split further while they are stored."""
+    """Variables that a step gathers before it uses them, and so stores split further (``by_id``) than it uses them:
+    ``id(variable)`` → layout in use."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
     from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""
     rule_notes: tuple[str, ...] = ()
-    """One sentence for each rule of a Keras distribution that matches no variable. Other rules raise instead."""
+    """One sentence for each rule of a Keras distribution that matches no variable, for the report. Rules from other
+    sources raise instead."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""
@@ -99,7 +102,7 @@ class LayoutChoice:
 
     @property
     def replicated_large(self) -> tuple[str, ...]:
-        """Paths of replicated variables of at least 1 MiB; empty if none should or can be split on this mesh."""
+        """Paths of replicated variables of at least 1 MiB, for reports; empty if none should or can be split here."""
         if self.mode == "replicated" or not weight_axes(self.mesh):
             return ()
         return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)
@@ -167,7 +170,7 @@ class LayoutChoice:
 
 
 def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device that are meant to split weights, judging by name or position."""
+    """Return the mesh axes of more than one device that may split weights: all but the batch axis."""
     return tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and mesh.axis_kind(axis) != "batch")
 
 
@@ -204,7 +207,7 @@ def _sharding(variable: Any) -> Any:
 
 
 def current_layout(model: Any, devices: MeshDevices) -> LayoutChoice:
-    """Return the layouts that a model's variables have now on ``devices``, its current mesh."""
+    """Return the layouts that a model's variables have now on ``devices``, its mesh; some loads keep them."""
     by_id = {}
     for key, variable in all_variables(model).items():
         sharding = _sharding(variable)

@@ -35,7 +35,7 @@ MODES = ("auto", "keras_hub", "replicated", "search")
 
 
 def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
-    """Choose layouts by ``layout``: a mode (``"auto"`` …), rules, or a LayoutMap; plans are handled elsewhere."""
+    """Choose layouts as ``layout`` says: a mode (``"auto"`` …), rules, or a LayoutMap, but no `LayoutPlan`."""
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
@@ -57,7 +57,7 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
 
 
 def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
-    """Return the layouts that a Keras distribution gives to a model's variables; slots get those of their weights."""
+    """Return the layouts that a Keras distribution gives to variables; optimizer slots get those of their weights."""
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, roles=known)
     placed = decide_layouts(variables, known, mesh, fixed=fixed)
@@ -73,7 +73,7 @@ def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> Lay
 
 
 def with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis: str) -> dict[int, VariableLayout]:
-    """Return ``placed`` with other layouts for optimizer slots that are split further than their weights (ZeRO-1)."""
+    """Return ``placed``, but with optimizer slots split over more axes than their weights, if that is set (ZeRO-1)."""
 
     # A spread slot has its weight's layout, with more axes.
     def layout_of(variable: Any) -> Layout | None:
@@ -155,7 +155,8 @@ _WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 _Layers = Sequence[tuple[Any, Sequence[Any]]]
 """A list of pairs: each layer of a model, and the direct sub-layers of that layer."""
 _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
-"""A normalisation layer with one of these words in its class name does not normalise over the model's features."""
+"""Words in the names of normalisation layers that do not normalise over the model's features: their outputs are not
+gathered."""
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
@@ -185,7 +186,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 
 def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
-    """Return the layers whose outputs are split by features: some embeddings, and convolutions split by channels."""
+    """Return the layers where a split of features begins: some embeddings, and convolutions split by channels."""
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
@@ -198,7 +199,7 @@ def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
 
 
 def _norms(every: _Layers) -> list[Any]:
-    """Return the layers that normalise over the model's features, not over those of one attention head."""
+    """Return the layers that normalise over all of the model's features, not over those of one attention head."""
     norms: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in every:

@@ -209,8 +209,8 @@ def _on_mesh(
 ) -> Any:
     """Run ``local``, a function of one shard that is a collective over ``axes``, on every device's shard of ``x``.
 
-    ``scattered`` is the dim of the result that is split over ``axes``, if one is. If ``local`` has no derivative,
-    ``derivative`` is its name for the error message.
+    ``scattered`` is the dim along which the results of these devices are parts of one array; without it, their results
+    are equal. If ``local`` has no derivative, ``derivative`` is its name for the error message.
     """
     if _is_manual(axes):
         return local(x)
@@ -248,7 +248,7 @@ def _on_mesh(
 
 
 def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
-    """Put an array onto ``mesh`` if it is on no mesh yet; return any other array unchanged."""
+    """Put an array that is on no mesh yet onto ``mesh``, split as ``spec`` says; return any other array unchanged."""
     # A tracer has no devices: `_placed` reads its sharding, or the caller's.
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
         return x
@@ -261,7 +261,7 @@ def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
 
 
 def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh, Spec]:
-    """Return the mesh that an array is on, and the mesh axes that split each of its dims."""
+    """Return an array's mesh and the axes that split each of its dims; in `jax.jit`, as the caller says."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
         # Axes of type Auto, JAX's default, hide the sharding inside jit. Guessing "replicated" would add a gather.

@@ -13,7 +13,8 @@ from shardload.keras_bridge.model_state import bookkeeping_attributes, members_o
 from shardload.keras_bridge.variables import stored_dtype
 
 LARGE_BYTES = 1 << 20
-"""Smallest number of bytes for which a vector of unknown meaning is split, and a replicated variable is reported."""
+"""From this size in bytes on, a vector of unknown meaning is split, and reports list a variable that stays
+replicated."""
 
 
 def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:

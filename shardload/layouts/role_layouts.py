@@ -25,7 +25,7 @@ from shardload.sharding.mesh import MeshSpec
 _LEAST_SPLIT_BYTES = 1 << 10
 """Bytes of the smallest variable that is split: splitting a smaller one saves nothing and costs a collective."""
 MATRICES = "matrices"
-"""The ``what`` of a `Dim` along which matrices are stacked, one for each expert."""
+"""`Dim.what` for the dim along which the matrices of experts are stacked: an ``expert`` axis of the mesh splits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """The role of a variable that is split by its own shape, not like another variable: which dims to split."""
+    """The role (how to split it best) of a variable that is not split like another one: which of its dims to split."""
 
     rule: str
     """Name of the rule that gave this role, for reports: ``heads out``."""
@@ -52,7 +52,7 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """The role of a variable that is split like another variable, the *leader*: a bias is split like its kernel."""
+    """The role (how to split it best) of a variable that is split like its *leader*: a bias like its kernel."""
 
     rule: str
     leader: Any
@@ -65,7 +65,7 @@ LayoutRole = Wants | Follows
 
 
 def by_shape(variable: Any) -> Wants:
-    """Return the role of a variable of unknown meaning: its largest dim is split, of equally large dims the last."""
+    """Return the role of a variable of unknown meaning: split its largest dim, but no vector of less than 1 MiB."""
     shape = tuple(variable.shape)
     if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
         return Wants("vector", ())
@@ -75,7 +75,7 @@ def by_shape(variable: Any) -> Wants:
 
 
 def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
-    """Choose the layout of a variable: each mesh axis splits the first dim in ``role.dims`` whose length it divides."""
+    """Choose the layout of one variable: each mesh axis splits one of ``role.dims`` whose length its size divides."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or (nbytes(variable) < _LEAST_SPLIT_BYTES and not role.even_small):
         # Replicated on purpose, so no fallback is reported.
@@ -120,7 +120,7 @@ def decide_layouts(
     *,
     fixed: Mapping[int, VariableLayout] | None = None,
 ) -> dict[int, VariableLayout]:
-    """Choose the layout of every variable. The ones in ``fixed`` are kept, and followers come after their leaders."""
+    """Choose the layout of every variable by its role; return them by ``id(variable)``. Those in ``fixed`` are kept."""
     placed: dict[int, VariableLayout] = dict(fixed or {})
     waiting: dict[int, Follows] = {}
     for key, variable in variables.items():
@@ -144,7 +144,7 @@ def decide_layouts(
 
 
 def as_far_as_it_divides(variable: Any, role: LayoutRole, wanted: Layout, *, rule: str) -> VariableLayout:
-    """Return the layout that a rule wants. Axes that do not divide a dim evenly split another dim instead, or none."""
+    """Return the layout that a rule wants. Mesh axes that do not divide a dim evenly split another dim, or none."""
     shape = tuple(int(n) for n in variable.shape)
     if wanted.divides(shape):
         return VariableLayout.of(variable, wanted, rule)

@@ -74,7 +74,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, LayoutRole]:
 
 
 def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) -> dict[int, LayoutRole]:
-    """Return the roles of a layer's own variables, without those of sub-layers, by ``id(variable)``."""
+    """Return how a layer's own variables are best split (their roles), by ``id(variable)``; not those of sub-layers."""
     own = {v.name: v for v in variables}
     if kernels and kernels[0].variable.name == "kernel":
         return roles_by_shapes(kernels) | _followers(layer, kernels[0], own)
@@ -160,7 +160,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
 
 
 def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return roles that split a convolution by output channels, or if these do not divide, by input channels."""
+    """Return the roles of a convolution's variables: best is a split by output channels, second by input channels."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
     # A depthwise kernel ends in (channels, multiplier), a transposed one in (outputs, inputs): there the next to last
@@ -190,15 +190,15 @@ def _separable_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
 # ---- kernels, and pairs by their shapes ---------------------------------------------------------------
 
 _CONVOLUTIONS = ("BaseConv", "BaseConvTranspose", "BaseDepthwiseConv", "BaseSeparableConv", "ConvLSTMCell")
-"""Keras' base classes of convolution layers, by name."""
+"""Keras' base classes of convolution layers, by name: none of their kernels are stacked matrices of experts."""
 _BY_FEATURE = """
 Activation ActivityRegularization AlphaDropout BaseGlobalPooling BasePooling BatchNormalization Dropout ELU
 GaussianDropout GaussianNoise Identity LeakyReLU ReLU BaseSpatialDropout UpSampling1D UpSampling2D UpSampling3D
 ZeroPadding1D ZeroPadding2D ZeroPadding3D
 """
-"""Names of Keras layers that compute each feature (index of the last dim) from the same feature of the input alone."""
+"""Keras layers that compute each feature (index of the last dim) from the same feature alone: pairs go through them."""
 _OVER_FEATURES = ("softmax", "log_softmax", "sparsemax", "glu")
-"""Names of activations that compute each feature of the output from all features of the input."""
+"""Activations that compute each feature of the output from all features of the input: no pair goes through them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def kernels_of(layer: Any, own: Sequence[Any]) -> list[Kernel]:
 
 
 def equation_of(layer: Any) -> tuple[str, str, str] | None:
-    """Return the einsum labels of a layer's input, kernel and output (``i``, ``io``, ``o``), if it is an einsum."""
+    """Return the einsum labels of a layer's input, kernel and output (Dense: ``i``, ``io``, ``o``); else ``None``."""
     if is_kind(layer, "EinsumDense"):
         left, _, output = re.sub(r"[\s.]", "", layer.equation).partition("->")
         data, _, kernel = left.partition(",")
@@ -256,7 +256,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
-    """Return the roles of a block's kernels: ``row`` (split by inputs) after a ``column`` one (split by outputs)."""
+    """Return the roles of a block's kernels, paired by shape: ``column`` (split by outputs), ``row`` (by inputs)."""
     by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:
@@ -316,7 +316,10 @@ def _projection(kernel: Kernel) -> Wants:
 def roles_by_graph(
     model: Any, kernels: dict[int, FeatureKernel], known: dict[int, LayoutRole], by_rule: dict[int, LayoutRole]
 ) -> dict[int, LayoutRole]:
-    """Return the roles of pairs of kernels in a functional model's graph, and of variables in layers between them."""
+    """Return the roles of pairs of kernels in a functional model's graph, and of variables in layers between them.
+
+    ``known`` are the roles found so far, by shapes; ``by_rule`` are those of users' rules, which stay as they are.
+    """
     changed: dict[int, LayoutRole] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
     ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
@@ -392,5 +395,5 @@ def _passes(layer: Any) -> bool:
 
 
 def _by_feature(layer: Any) -> bool:
-    """Whether a layer's activation, if any, computes each feature of the output from the same feature alone."""
+    """Whether a layer's activation, or having none, lets each output feature depend on the same feature alone."""
     return getattr(getattr(layer, "activation", None), "__name__", "") not in _OVER_FEATURES

@@ -59,16 +59,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RuleSet:
-    """Layout rules from one origin, and the default for variables that no rule matches: ``auto`` or ``replicated``."""
+    """All layout rules of one origin, and the default for variables that none matches: ``auto`` or ``replicated``."""
 
     origin: str
-    """Where the rules come from, as text for messages: a file's path, or ``the LayoutMap``."""
+    """Where the rules come from, as text for error messages: a file's path, or ``the LayoutMap``."""
     rules: tuple[Rule, ...]
     default: str = "replicated"
 
 
 def read_rules(path: Path) -> RuleSet:
-    """Read layout rules from a TOML file with ``[[rule]]`` tables and a default (example in the module docstring)."""
+    """Read layout rules from a TOML file: ``[[rule]]`` tables, and ``default`` for variables that no rule matches."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -93,7 +93,7 @@ def read_rules(path: Path) -> RuleSet:
 
 
 def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> RuleSet:
-    """Convert a mapping to rules: ``{pattern of paths: one mesh axis or None for each dim}``."""
+    """Return the rules in a user's mapping: ``{pattern of paths: one mesh axis or None for each dim}``."""
     for pattern, spec in rules.items():
         if (
             not isinstance(pattern, str)
@@ -122,14 +122,14 @@ def _as_axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def by_distribution(
     distribution: Any, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, LayoutRole]
 ) -> dict[int, VariableLayout]:
-    """Return the layouts that a ``keras.distribution.Distribution`` gives to variables, by ``id(variable)``."""
+    """Return the layouts that a Keras distribution gives to variables, by ``id(variable)``; replace uneven splits."""
     rule = type(distribution).__name__
     wanted = {id(v): Layout(mesh, spec_from_axes(variable_axes(distribution, v))) for v in variables}
     return {id(v): as_far_as_it_divides(v, roles[id(v)], wanted[id(v)], rule=rule) for v in variables}
 
 
 def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
-    """Convert a ``keras.distribution.LayoutMap`` to rules."""
+    """Return the rules in a ``keras.distribution.LayoutMap``; raise if it was made for another mesh."""
     device_mesh = layout_map.device_mesh
     if device_mesh is not None:
         names, sizes = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
@@ -144,7 +144,7 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
 def apply(
     rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, LayoutRole]
 ) -> dict[int, VariableLayout]:
-    """Return the layout of each variable that a rule matches, by ``id(variable)``; raise for a rule without effect."""
+    """Return the layouts of variables that a rule matches, by ``id(variable)``; raise for a rule that matches none."""
     variables = list(variables)
     used: set[str] = set()
     placed: dict[int, VariableLayout] = {}
@@ -170,7 +170,10 @@ def apply(
 
 
 def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
-    """Raise if a rule for outputs of layers (``dense/output``) matches none of ``paths``; with ``None``, do nothing."""
+    """Raise if a rule for outputs of layers (``dense/output``) matches none of ``paths``, the outputs of a model.
+
+    ``None`` means that nobody knows with which inputs to call the model, so its outputs are unknown: do not raise.
+    """
     if paths is None:
         return
     for rule in (Rule(key, ()) for key in layout_map):
@@ -181,7 +184,8 @@ def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
 def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
     """Return one sentence for each rule of a LayoutMap that is for variables and matches none of ``paths``.
 
-    This is no error, because the LayoutMap of a distribution may serve several models. It may be ``None``.
+    They are for a report, not an error: the LayoutMap of a distribution may serve several models. A distribution may
+    also have none (``None``).
     """
     rules = [Rule(key, ()) for key in layout_map or ()]
     return tuple(
@@ -278,7 +282,7 @@ def layout_rule(layer_class: type) -> Callable[[_R], _R]:
 
 
 def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
-    """Call the functions that users registered with `layout_rule`, and return the roles by ``id(variable)``."""
+    """Ask users' functions (`layout_rule`) which dims to split; return the answers (roles) by ``id(variable)``."""
     by_id = {}
     for layer in layers:
         # The most derived class with a rule decides, as method lookup does.

@@ -31,7 +31,7 @@ from shardload.typing import PathLike
 from shardload.units import is_integer, plural
 
 LENGTH_STEP = 32
-"""Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
+"""Prompts with their new tokens are padded to a multiple of this length, so that similar ones share a compiled loop."""
 
 _DEFAULT_CONTEXT = 8192
 """Context length if the checkpoint states none: that of Gemma 1 and 2. The memory for attention grows with its square,
@@ -115,7 +115,7 @@ def generate(
 def generate_ids(
     model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 32, stop_ids: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """Continue prompts of token ids greedily; return the ids added to each, without the stop id."""
+    """Continue prompts of token ids, always with the most probable token; return the ids added to each, no stop id."""
     _require_causal_lm(model)
     if not all(len(ids) for ids in prompts):
         raise UnsupportedError("Cannot continue an empty prompt. Give it some text")
@@ -163,7 +163,10 @@ def _require_causal_lm(model: Any) -> None:
 
 
 def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return token ids and padding mask of shape (rows, length). The last prompt is repeated to fill the batch axis."""
+    """Return the prompts' token ids and padding mask, both of shape (rows, length), with room for new tokens.
+
+    The last prompt is repeated until the size of the batch axis divides the number of rows.
+    """
     # Backbones with learned positions, such as GPT-2's, have a fixed number of them.
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     limit = getattr(backbone_of(model), "max_sequence_length", None)
@@ -189,7 +192,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 
 @contextlib.contextmanager
 def _on_mesh(model: Any) -> Iterator[Any]:
-    """Yield a function that puts an array on the model's mesh; if the model has none, on Keras' default device."""
+    """Yield a function that places an input on the model's mesh or, if the model has none, on Keras' default device."""
     binding = binding_of(model)
     if binding is None:
         yield keras.ops.convert_to_tensor
@@ -205,7 +208,7 @@ def _on_mesh(model: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A compiled generation loop with greedy sampling, kept on its model because compiling takes long."""
+    """A compiled generation loop (always the most probable token), kept on its model because compiling takes long."""
 
     binding: Any
     sampler: Any
@@ -214,7 +217,7 @@ class _Compiled:
 
 @contextlib.contextmanager
 def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the model's generate function with greedy sampling; the model's own sampler is restored afterwards.
+    """Yield the model's loop for the most probable tokens; afterwards, the model has its own sampler and loop again.
 
     KerasHub's ``model.compile(sampler=…)`` would discard the model's optimizer and its compiled training steps.
     """

@@ -32,12 +32,12 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
 def rebuild(path: Location) -> Tokenizer:
-    """Rebuild the tokenizer of a ``.gguf`` file."""
+    """Read the header of a ``.gguf`` file, and return a tokenizer that works like the original one."""
     return of_metadata(tokenizer_metadata(path), str(path))
 
 
 def of_metadata(metadata: TokenizerMetadata, path: str) -> Tokenizer:
-    """Rebuild a tokenizer from the metadata of a GGUF file; ``path`` is the file's path, for messages."""
+    """Return a tokenizer that works like the one in a GGUF file's metadata; ``path`` is for messages."""
     check_supported(metadata.model, metadata.pre, path)
     match metadata.model:
         case GgufTokenizer.SENTENCEPIECE:
@@ -71,7 +71,7 @@ def check_supported(model: str, pre: str, path: str) -> None:
 
 
 def _sentencepiece_proto(metadata: TokenizerMetadata) -> bytes:
-    """Return a serialised SentencePiece model that tokenises like the original one."""
+    """Return the bytes of a SentencePiece model that splits texts as the original one does, made from a GGUF header."""
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
     # The settings that a header lacks.
@@ -102,7 +102,7 @@ def _sentencepiece_proto(metadata: TokenizerMetadata) -> bytes:
 
 
 def _byte_level(metadata: TokenizerMetadata) -> HuggingFace:
-    """Rebuild a byte-level BPE tokenizer; `pre_tokenizers` says how it splits text into words."""
+    """Return a byte-level BPE tokenizer, made from a GGUF header, which names the way to split text into words."""
     import tokenizers
     from tokenizers import decoders, models
     from tokenizers import pre_tokenizers as splitters
@@ -124,7 +124,7 @@ def _byte_level(metadata: TokenizerMetadata) -> HuggingFace:
 
 
 def _spaced_pairs(metadata: TokenizerMetadata) -> HuggingFace:
-    """Rebuild Gemma 4's tokenizer: byte pairs over text whose spaces are ``▁``, and bytes for what no piece covers."""
+    """Return Gemma 4's tokenizer: byte pairs over text with ``▁`` for spaces; unknown characters become bytes."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -147,13 +147,13 @@ def _vocabulary(metadata: TokenizerMetadata) -> dict[str, Any]:
 
 
 def _prefix(metadata: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
-    """Return the ids to put before a prompt: the start token or none. If the header does not say, use ``default``."""
+    """Return the ids to put before a prompt: the start token's or none; ``default`` is what to do if no flag says."""
     bos = metadata.special_ids.get("bos")
     return (bos,) if bos is not None and metadata.flags.get("add_bos_token", default) else ()
 
 
 def _add_tokens(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Tell the tokenizer ``inner`` which tokens not to split: control tokens (``<bos>``) and user-defined tokens."""
+    """Tell ``inner``, a tokenizer, which tokens never to split: control tokens (``<bos>``) and user-defined ones."""
     from tokenizers import AddedToken
 
     # Not strict: a header may have no types.
@@ -176,14 +176,14 @@ _START = "\u2581"
 
 
 def _encoder_tokenizer(metadata: TokenizerMetadata) -> Any:
-    """Return a ``tokenizers.Tokenizer`` for an encoder, whose tokenizer type in GGUF is ``bert`` or ``t5``."""
+    """Return a ``tokenizers.Tokenizer`` for an encoder (type ``bert`` or ``t5`` in GGUF): tokens surround each text."""
     inner = _word_pieces(metadata) if metadata.model == GgufTokenizer.WORD_PIECES else _unigrams(metadata)
     _surround(inner, metadata)
     return inner
 
 
 def _word_piece_vocabulary(metadata: TokenizerMetadata) -> list[str]:
-    """Return the tokens as BERT's ``vocab.txt`` spells them, with ``##`` for the inside of a word."""
+    """Return a GGUF vocabulary as BERT's ``vocab.txt`` spells it: ``##ing`` if not at the beginning of a word."""
     kinds = metadata.token_types.tolist() or [1] * len(metadata.tokens)
     pieces = []
     for token, kind in zip(metadata.tokens, kinds, strict=True):
@@ -235,7 +235,7 @@ def _unigrams(metadata: TokenizerMetadata) -> Any:
 
 
 def _surround(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Make the tokenizer ``inner`` put one token before and one after each text, and know all control tokens."""
+    """Make ``inner``, a tokenizer, put one token before and one after each text, and know all control tokens."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
@@ -263,13 +263,13 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 
 
 def tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
-    """Return the tokenizer of a GGUF file as Hugging Face's files."""
+    """Return the tokenizer of a GGUF file as files of a Hugging Face folder: name → content."""
     metadata = tokenizer_metadata(manifest.location)
     return files_of(metadata, manifest.source, str(manifest.config.get("model_type")))
 
 
 def files_of(metadata: TokenizerMetadata, source: str, model_type: str) -> dict[str, bytes]:
-    """Return a tokenizer as Hugging Face's files, which differ from the original ones but give the same tokens.
+    """Return a tokenizer as files (name → content) of a Hugging Face folder; they give the same tokens as GGUF's.
 
     llama   SentencePiece      tokenizer.model
     gpt2    byte-level BPE     tokenizer.json
@@ -302,7 +302,7 @@ def files_of(metadata: TokenizerMetadata, source: str, model_type: str) -> dict[
 
 
 def _with_special(metadata: TokenizerMetadata) -> bytes:
-    """Return a serialised SentencePiece model for a file, in which special tokens are control pieces, as is usual."""
+    """Return the bytes of a ``tokenizer.model``; its special tokens are control pieces, as other programs expect."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as pb2
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _INSTEAD = "Use shardload.generate(model, prompts)"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Any of these files means that a folder has a tokenizer."""
+"""Any of these files means that a folder has a tokenizer, so that a missing preprocessor is worth a note."""
 _PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
 """A text to compare two tokenizers on. It has what they may split differently: contractions, spaces, digits, emoji."""
 
@@ -70,7 +70,7 @@ class TextInput:
             self._make(task.preprocessor_cls, manifest)
 
     def prepare(self, model: Any, manifest: Manifest) -> None:
-        """Begin to make the preprocessor of a model that was just built, unless `begin` is making the right one."""
+        """Begin, in a thread, to make the preprocessor of a model that was just built, unless `begin` already did."""
         # `begin` guessed the class from the configuration: another one replaces it.
         if (cls := _wanted(model)) is not self._cls and cls is not None and _is_folder(manifest):
             self._make(cls, manifest)
@@ -97,7 +97,7 @@ class TextInput:
         return None
 
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
-        """Set the preprocessor that the thread made. If that failed although the source has a tokenizer, return why."""
+        """Give a model the preprocessor that a thread made; return why that failed, if the source has a tokenizer."""
         # A source that has none, such as a folder with weights only, needs no line in the report.
         has_vocabulary = any((Path(manifest.source) / name).is_file() for name in _VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
@@ -114,7 +114,7 @@ class TextInput:
 
 
 def _wanted(model: Any) -> Any:
-    """Return the preprocessor class that a model still needs; ``None`` if it has a preprocessor or takes none."""
+    """Return the class of the preprocessor that a model lacks; ``None`` if it has a preprocessor or takes none."""
     cls = getattr(type(model), "preprocessor_cls", None)
     return cls if cls is not None and model.preprocessor is None else None
 
@@ -160,7 +160,7 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
 
 
 def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
-    """Make the preprocessor of a model from a GGUF file; return ``None``, with a warning, if KerasHub cannot."""
+    """Make a preprocessor from a GGUF file, unless its files changed; if that fails, warn and return ``None``."""
     try:
         files.check()
         metadata = tokenizer_metadata(manifest.location)

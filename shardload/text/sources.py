@@ -39,7 +39,7 @@ def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
 
 
 def record_text_source(model: Any, manifest: Manifest) -> None:
-    """Record which source a model was loaded from, for `tokenizer_for`; formats without tokenizers are not recorded."""
+    """Remember which source a model was loaded from, to read its tokenizer on first use; not if its format has none."""
     form, record = spec_of(manifest).tokenizer, record_of(model)
     if form is not None:
         record.text_source, record.tokenizer = manifest, None
@@ -124,7 +124,7 @@ def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
 
 
 def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
-    """Return the stop ids that a folder's configuration files declare as ``eos_token_id`` (a number or a list)."""
+    """Return the ids that end generation, as ``eos_token_id`` (number or list) in a folder's configurations says."""
     # All of them: which one names the end of a turn differs from model to model.
     text = manifest.config.get("text_config") or {}
     found: set[int] = set()

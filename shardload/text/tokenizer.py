@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a text or an answer."""
+        """Ids of tokens that end a text or an answer: generation stops at them."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -45,7 +45,8 @@ class SentencePiece:
     prefix: tuple[int, ...]
     """Ids to put before every prompt: the start token, or none."""
     control_ids: frozenset[int] = field(default=frozenset(), repr=False)
-    """Ids that decode to no text, in addition to those that the SentencePiece model itself marks as control."""
+    """Ids that decode to no text (``<start_of_turn>``), although the SentencePiece model does not mark them as
+    control."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with ``prefix`` before them."""
@@ -65,7 +66,7 @@ class HuggingFace:
     inner: Any = field(repr=False)
     stop_ids: tuple[int, ...]
     prefix: tuple[int, ...] = ()
-    """Ids to put before every prompt, if the tokenizer itself adds none."""
+    """Ids to put before every prompt, such as that of the start token; none if the tokenizer itself adds them."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the tokens that the model expects before it (``<bos>``)."""
@@ -108,12 +109,12 @@ class ByteIds:
         return [byte % self.vocabulary_size for byte in text.encode()] or [0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the ids as decimal text."""
+        """Return the ids as decimal numbers, as there are no words for them."""
         return "".join(f" <{int(i)}>" for i in ids)
 
 
 def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> SentencePiece:
-    """Wrap a loaded SentencePiece model; generation stops at the model's own end tokens and at ``stops``."""
+    """Return a SentencePiece model as a `Tokenizer`; generation stops at the model's own end tokens and ``stops``."""
     # piece_to_id returns the unknown id for a missing piece; bos_id and eos_id are -1 if there is none.
     ends = (processor.piece_to_id(token) for token in TURN_ENDS)
     found = {*stops, processor.eos_id(), *(i for i in ends if i != processor.unk_id())}
@@ -122,7 +123,7 @@ def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> Sen
 
 
 def from_keras_hub(layer: Any) -> KerasHub:
-    """Wrap a KerasHub tokenizer layer; its start token is the prefix, and its end tokens are the stop ids."""
+    """Return a KerasHub tokenizer layer as a `Tokenizer`: its start token comes before prompts, its end tokens stop."""
     known = (getattr(layer, name, None) for name in ("end_token_id", "end_token2_id"))
     # Not by token_to_id alone: for a token that it lacks, SentencePiece's layer returns the unknown id.
     vocabulary = layer.get_vocabulary()
