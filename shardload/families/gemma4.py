@@ -56,8 +56,7 @@ _BARE = frozenset(
 def _gguf(values: GgufValues) -> dict[str, Any]:
     """Return the ``config.json`` of a GGUF file, from which KerasHub's converter builds the model.
 
-    The header lists some settings layer by layer; a ``config.json`` has one value for all layers with a sliding window,
-    and one for all with full attention.
+    The header lists settings layer by layer; a ``config.json`` has one for each kind of layer (full, sliding window).
     """
     layers = values.count("block_count")
     # Settings of each layer: Hugging Face's fields are read off the first layer of either kind.
@@ -103,10 +102,7 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _rotated_part(values: GgufValues, width: int) -> float:
-    """Return ``partial_rotary_factor``, the fraction of a head's features that rotary positions change.
-
-    GGUF stores it as one number for each pair of features: 1 if the pair rotates, else 1e30.
-    """
+    """Return ``partial_rotary_factor``, the share of features that rotate: GGUF has 1 for each such pair, else 1e30."""
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return 1.0

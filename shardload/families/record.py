@@ -49,8 +49,7 @@ class ModelType:
     parts: Mapping[str, str] = field(default_factory=dict)
     """Field with a nested configuration (``vision_config``) → the ``model_type`` to assume if that one has none."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
-    """Changes a configuration in place, where KerasHub's converter understands a field differently than transformers
-    does."""
+    """Changes, in place, fields that KerasHub's converter understands differently than transformers does."""
     for_converter: Callable[[Config], Config] = lambda config: config
     """Returns the configuration to give to KerasHub, which picks a converter by ``model_type``. It may lack entries
     that the converter refuses, or have another ``model_type``, whose converter fits."""
@@ -63,24 +62,22 @@ class ModelType:
 
     # ---- what it computes ---------------------------------------------------------------------
     checks: Checks | None = None
-    """Fields to compare with the built model, in addition to ``is_causal``, `only` and `differences`, which always
-    are."""
+    """Fields to compare with the built model; ``is_causal``, `only` and `differences` are compared for every model."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Field → values with which a model may be loaded (``None``: null); KerasHub always computes with the first. A
     model without the field may be loaded too."""
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
     """Takes a configuration; yields the fields in it that KerasHub's class ignores, so that the model is refused."""
     pools_if: str | None = None
-    """Field that is true if a model makes text embeddings: it then ends in pooling layers, stored in folders of their
-    own."""
+    """Field that is true if a model makes text embeddings: it ends in pooling layers, stored in their own folders."""
     is_image_model: bool = False
     attends_both_ways: bool = False
     """Whether to skip the check of ``is_causal``, because the model has no causal mask or transformers ignores it."""
 
     # ---- its tensors --------------------------------------------------------------------------
     prefix: str = ""
-    """First part of tensor names (``bert``). Transformers omits it when it saves a base model, so a
-    name is looked up with and without it."""
+    """First part of tensor names (``bert``). Transformers omits it when it saves a base model without a task, so that
+    names are looked up with and without it."""
     heads: str = ""
     """Regular expression for the start of tensor names (``classifier``) of a task's head. A load into a backbone, which
     has no head, leaves these tensors out."""
@@ -91,12 +88,11 @@ class ModelType:
     """Whether transformers' model has a pooler and KerasHub's has none, so that the pooler's tensors are left out."""
     optional_part: OptionalPart | None = None
     tensors: Callable[[Config], Iterator[TensorSpec]] | None = None
-    """Takes a completed configuration; yields name and shape of each tensor of a checkpoint, in the file's order."""
+    """Takes a configuration, with defaults; yields name and shape of a checkpoint's tensors, in the file's order."""
     tensor_fields: tuple[str, ...] = ()
     """Fields that `tensors` reads. They are checked to be positive whole numbers before `tensors` is called."""
     norms_minus_one: bool = False
-    """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1. Values that
-    ``shardload synth`` makes up depend on it."""
+    """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1."""
     converter: Converter | None = None
     """shardload's own converter, for a model that KerasHub has a class for, but no converter."""
     decodes: str | None = None
@@ -128,8 +124,7 @@ class Family:
     alias_notes: Mapping[str, str] = field(default_factory=dict)
     """Alias → why no size has this name, as a clause for notes: ``Gemma 2 was never released at 7B``."""
     windows_without_self: tuple[str, ...] = ()
-    """KerasHub's attention layers that attend to a window of tokens and to the token itself, one more than
-    transformers."""
+    """Classes of KerasHub's layers whose window leaves out the attending token, so that it sees one token more."""
     ties_unsaid: tuple[str, ...] = ()
     """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``. For files that Keras wrote, the tensors
     tell it: without those of an output layer, the embedding is the output layer."""
@@ -139,5 +134,4 @@ class Family:
     exports: Mapping[str, Export] = field(default_factory=dict)
     """Class name of a KerasHub backbone → how to write its ``config.json`` for Hugging Face."""
     gguf_refused: Mapping[str, str] = field(default_factory=dict)
-    """GGUF architecture → why shardload refuses it, for a message: KerasHub's class of that name computes another
-    model."""
+    """GGUF architecture → why it is refused, for a message: KerasHub's class of that name computes another model."""

@@ -130,7 +130,7 @@ def exports() -> dict[str, Export]:
 
 
 def pre_tokenizers() -> dict[str, PreTokenizer]:
-    """Return how texts are split into words before byte pairs are merged: GGUF's name of the way → the way."""
+    """Return how to split texts into words before byte pairs are merged, by GGUF's name (``tokenizer.ggml.pre``)."""
     return {name: found for family in families() for name, found in family.pre_tokenizers.items()}
 
 

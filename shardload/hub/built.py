@@ -41,7 +41,7 @@ def layers(backbone: Any) -> list[Any]:
 
 
 def attention_of(block: Any, attribute: str) -> Any:
-    """Return the first layer in a block that has ``attribute``, else the block itself; ``None`` if neither has it."""
+    """Return the layer of a block (mostly attention) that has ``attribute``, inner ones first; ``None`` without any."""
     return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
 
 

@@ -42,7 +42,7 @@ _MAX_BYTES = 16 << 40
 
 
 def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:
-    """Return the manifest (tensors' names, shapes, dtypes) that a Hugging Face folder with this configuration has."""
+    """Return the manifest, with tensors' names and shapes, of a Hugging Face folder that has this configuration."""
     # A name is enough, also bfloat16: ml_dtypes, which JAX imports, registers its types with NumPy.
     dtype = np.dtype(stored)
     specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]
@@ -90,7 +90,7 @@ def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:
 
 
 def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """Yield the tensors that KerasHub saves for a preset: the backbone's, and the task's outside its backbone."""
+    """Yield name, shape and dtype of what KerasHub saves for a preset: the backbone's tensors and the task's own."""
     with abstract():
         model = building.build_model(described)
         backbone = backbone_of(model)

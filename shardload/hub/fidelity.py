@@ -146,7 +146,7 @@ def _refusal(manifest: Manifest, backbone: Any, refused: list[FieldDifference]) 
 
 
 def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
-    """Set ``query_head_dim_normalize`` on attention layers, as KerasHub's Gemma does not; if it was wrong, note it."""
+    """Set ``query_head_dim_normalize`` on attention layers, as KerasHub's Gemma does not; return a note if needed."""
     # The block passes a constant True to its attention instead of the backbone's argument.
     if getattr(backbone, "query_head_dim_normalize", True):
         return ()
@@ -158,7 +158,7 @@ def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
 
 
 def _configured_arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
-    """Return those arguments, for a constructor with these ``parameters``, that a configuration sets."""
+    """Return the arguments that a configuration sets, of those that a constructor takes (``parameters``)."""
     # Passed when the model is built, a setting is part of what Keras saves; set on layers later, it would be lost.
     checks, text = model_type_of(config).checks, text_of(config)
     if checks is None:
@@ -194,7 +194,7 @@ def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, A
 
 
 def _window_arguments(config: Config, checks: Checks) -> dict[str, Any]:
-    """Return constructor arguments for the size of sliding windows. The built model shows which layers have one."""
+    """Return constructor arguments for the size of sliding windows; which layers have one is checked later."""
     assert checks.windows is not None
     windows = checks.windows(config, int(config["num_hidden_layers"]))
     sizes = {size for size in windows if size}

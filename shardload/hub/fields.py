@@ -48,7 +48,7 @@ def text_of(config: Config) -> Config:
 
 
 def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield the fields in which a configuration and a built backbone differ; the backbone's weights may be abstract."""
+    """Yield the fields in which a configuration and a built backbone differ; the backbone's weights need no values."""
     known, text = model_type_of(config), text_of(config)
     yield from known.differences(config)
     yield from _directions(config, text, backbone)

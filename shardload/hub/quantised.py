@@ -43,8 +43,7 @@ _SIGNS = (
 )
 """Pairs: a pattern of tensor names that no unquantised model has, and the quantisation method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Ending of a tensor's name → ending of another one. Both together show that weights are quantised; one alone does
-not."""
+"""Ending of a tensor's name → ending of another one. Only both together show that weights are quantised."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"

@@ -55,12 +55,11 @@ class LayoutChoice:
 
     mesh: MeshSpec
     mode: str
-    """``auto``, ``keras_hub``, ``replicated``, ``layout_map``, ``rules``, ``distribution``, or the path of a file."""
+    """What chose the layouts: ``auto``, ``keras_hub``, ``replicated``, ``layout_map``, ``rules``, … or a file."""
     by_id: Mapping[int, VariableLayout]
     """``id(variable)`` → layout: first for ``model.variables``, then for compiled metrics and optimizer slots."""
     batch_axis: str | None = None
-    """The mesh axis that splits the batch, if a Keras distribution names it; ``None``: the one that the mesh itself
-    says."""
+    """The mesh axis that splits the batch, if a Keras distribution names one; ``None``: the mesh's own batch axis."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
     """Variables that a step gathers before it uses them, and so stores split further (``by_id``) than it uses them:
     ``id(variable)`` → layout in use."""
@@ -68,8 +67,7 @@ class LayoutChoice:
     """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
     from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""
     rule_notes: tuple[str, ...] = ()
-    """One sentence for each rule of a Keras distribution that matches no variable, for the report. Rules from other
-    sources raise instead."""
+    """Sentences on rules of a Keras distribution that match no variable; rules from other sources raise instead."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""
@@ -118,7 +116,7 @@ class LayoutChoice:
 
     @property
     def idle_notes(self) -> tuple[str, ...]:
-        """One sentence for each axis in `idle_axes`: the devices along it store the same weights."""
+        """One sentence for each mesh axis that splits no weight, for reports: its devices store the same weights."""
         return tuple(
             f"axis {axis!r} of the mesh {self.mesh} splits no weight: the "
             f"{plural(self.mesh.axis_size(axis), 'device')} along it store the same weights"
@@ -127,7 +125,7 @@ class LayoutChoice:
 
     @property
     def guess_notes(self) -> tuple[str, ...]:
-        """One sentence for each axis whose use was guessed from its position, because its name is unknown."""
+        """One sentence for each mesh axis whose use was guessed from its position, because its name is unknown."""
         return tuple(
             f"axis {axis!r} of the mesh is used as {_ARTICLES[self.mesh.axis_kind(axis)]} axis because of its "
             f"position; known names are {', '.join(AXIS_NAMES[self.mesh.axis_kind(axis)])}"
@@ -207,7 +205,7 @@ def _sharding(variable: Any) -> Any:
 
 
 def current_layout(model: Any, devices: MeshDevices) -> LayoutChoice:
-    """Return the layouts that a model's variables have now on ``devices``, its mesh; some loads keep them."""
+    """Return the layouts that variables have now on ``devices``, their mesh: a load without ``layout`` keeps them."""
     by_id = {}
     for key, variable in all_variables(model).items():
         sharding = _sharding(variable)

@@ -155,8 +155,7 @@ _WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 _Layers = Sequence[tuple[Any, Sequence[Any]]]
 """A list of pairs: each layer of a model, and the direct sub-layers of that layer."""
 _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
-"""Words in the names of normalisation layers that do not normalise over the model's features: their outputs are not
-gathered."""
+"""Words in the names of normalisation layers that do not normalise over the model's features, and are skipped."""
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
@@ -186,7 +185,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 
 def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
-    """Return the layers where a split of features begins: some embeddings, and convolutions split by channels."""
+    """Return the layers that begin a split of features: embeddings and convolutions whose output features are split."""
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}

@@ -13,8 +13,7 @@ from shardload.keras_bridge.model_state import bookkeeping_attributes, members_o
 from shardload.keras_bridge.variables import stored_dtype
 
 LARGE_BYTES = 1 << 20
-"""From this size in bytes on, a vector of unknown meaning is split, and reports list a variable that stays
-replicated."""
+"""Least bytes of a vector of unknown meaning that is split, and of a replicated variable that reports list."""
 
 
 def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:

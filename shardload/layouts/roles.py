@@ -196,9 +196,9 @@ Activation ActivityRegularization AlphaDropout BaseGlobalPooling BasePooling Bat
 GaussianDropout GaussianNoise Identity LeakyReLU ReLU BaseSpatialDropout UpSampling1D UpSampling2D UpSampling3D
 ZeroPadding1D ZeroPadding2D ZeroPadding3D
 """
-"""Keras layers that compute each feature (index of the last dim) from the same feature alone: pairs go through them."""
+"""Keras layers that compute each feature (last dim) from that feature alone: paired kernels may have them between."""
 _OVER_FEATURES = ("softmax", "log_softmax", "sparsemax", "glu")
-"""Activations that compute each feature of the output from all features of the input: no pair goes through them."""
+"""Activations that compute each feature from all features: paired kernels may not have one between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +350,7 @@ def roles_by_graph(
 
 @dataclass(frozen=True, slots=True)
 class FeatureKernel:
-    """A kernel that maps the last dim of its layer's input to the last dim of the layer's output."""
+    """A kernel that maps the last dim of its layer's input to that of the output: others form no pairs in a graph."""
 
     kernel: Any
     inputs: Dim
@@ -395,5 +395,5 @@ def _passes(layer: Any) -> bool:
 
 
 def _by_feature(layer: Any) -> bool:
-    """Whether a layer's activation, or having none, lets each output feature depend on the same feature alone."""
+    """Whether a layer has no activation, or one that computes each feature from the same feature alone."""
     return getattr(getattr(layer, "activation", None), "__name__", "") not in _OVER_FEATURES

@@ -217,7 +217,7 @@ class _Compiled:
 
 @contextlib.contextmanager
 def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the model's loop for the most probable tokens; afterwards, the model has its own sampler and loop again.
+    """Yield the model's generation loop with greedy sampling; afterwards, the model has its own sampler and loop again.
 
     KerasHub's ``model.compile(sampler=…)`` would discard the model's optimizer and its compiled training steps.
     """

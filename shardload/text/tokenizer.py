@@ -45,8 +45,7 @@ class SentencePiece:
     prefix: tuple[int, ...]
     """Ids to put before every prompt: the start token, or none."""
     control_ids: frozenset[int] = field(default=frozenset(), repr=False)
-    """Ids that decode to no text (``<start_of_turn>``), although the SentencePiece model does not mark them as
-    control."""
+    """Ids of control tokens (``<bos>``), which decode to no text; the SentencePiece model may not know them as such."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with ``prefix`` before them."""

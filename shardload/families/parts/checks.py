@@ -50,8 +50,7 @@ class Caps:
     logits: float | None
     """Default of ``final_logit_softcapping``, the cap of the output layer's logits; ``None``: no cap."""
     has_scores: bool = True
-    """Whether transformers applies ``attn_logit_softcapping`` to this model. If not, KerasHub's class must apply
-    none."""
+    """Whether transformers applies ``attn_logit_softcapping`` to this model; if not, KerasHub must not either."""
 
 
 @dataclass(frozen=True, slots=True)

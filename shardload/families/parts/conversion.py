@@ -103,7 +103,7 @@ def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[
 
 
 def exported_plain_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the entries that the ``config.json`` of an exported Mistral or Qwen have in common."""
+    """Return the ``config.json`` entries that exported models of Mistral and Qwen have in common."""
     return {
         **exported_decoder(backbone, model_type, architecture),
         "intermediate_size": backbone.intermediate_dim,

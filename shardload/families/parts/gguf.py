@@ -79,8 +79,7 @@ class GgufArchitecture:
     block: str = "model.layers"
     """Start of Hugging Face's names of layers in blocks: all that comes before the number of the block."""
     bare: frozenset[str] = frozenset()
-    """Hugging Face's names of layers that are whole names of tensors (``router.scale``), without ``.weight`` at the
-    end."""
+    """Hugging Face's names of layers that are whole names of tensors (``router.scale``): no ``.weight`` is added."""
     undone: Mapping[str, Undo] = field(default_factory=dict)
     """GGUF's name of a layer → how the program that wrote the file changed the layer's tensors."""
     norms_plus_one: bool = False

@@ -41,8 +41,7 @@ class Rotary:
     """Whether ``partial_rotary_factor``, the fraction of a head's features that rotate, has an effect in a model that
     does not scale its positions. (In one that does, it always has.)"""
     stretched: str = "linear"
-    """The kind of scaling (``linear`` or ``yarn``) that KerasHub's class applies if its constructor gets a scaling
-    factor."""
+    """Kind of scaling (``linear``, ``yarn``) that KerasHub's class applies if its constructor gets a scaling factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,7 @@ class Rotation:
     """The rotary embedding that one layer applies to queries and keys."""
 
     kind: str
-    """Kind of scaling, as configured: ``default`` (none), ``linear``, ``yarn``, ``llama3``, … or a kind unknown
-    here."""
+    """Kind of scaling, as configured: ``default`` (none), ``linear``, ``yarn``, ``llama3``, … or any unknown text."""
     theta: float
     parameters: Config
     """Settings of this kind of scaling, by their names in the configuration: ``factor``, ``beta_fast``, …"""

@@ -21,8 +21,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     near_one: bool = False
-    """Whether made-up values (``shardload synth``) are around one, as the scales of a norm are, instead of around
-    zero."""
+    """Whether made-up values (``shardload synth``) are around one, like a norm's scales, instead of around zero."""
 
 
 def affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[TensorSpec]:
