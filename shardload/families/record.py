@@ -25,7 +25,7 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KerasTokenizer:
-    """Names that the files of a KerasHub tokenizer get in a Hugging Face folder; their content stays the same."""
+    """How to write a KerasHub tokenizer to a Hugging Face folder: its files get other names, but keep their content."""
 
     files: Mapping[str, str]
     """KerasHub's name of a file → the name of the same file in a Hugging Face folder."""
@@ -47,7 +47,7 @@ class ModelType:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Field that KerasHub's converter reads → the name under which other versions of transformers write it."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Field with a nested configuration (``vision_config``) → the ``model_type`` to assume if that one has none."""
+    """Field with the configuration of a part of a model (``vision_config``) → its ``model_type``, if none is stated."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
     """Changes, in place, fields that KerasHub's converter understands differently than transformers does."""
     for_converter: Callable[[Config], Config] = lambda config: config

@@ -117,8 +117,8 @@ def _is_obeyed(layer: Any, name: str) -> bool:
 def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
     """Return how a block's rotary layer rotates each pair of features; ``None`` without rotary positions.
 
-    The three values are the angles in radians per token, the factors by which pairs become longer, and how large a
-    relative error both may have.
+    The three values are the angles in radians per token, the factors by which pairs become longer, and the
+    relative error that a comparison of both must allow.
     """
     layer = rotary_of(block)
     if layer is None:

@@ -13,7 +13,7 @@ from shardload.keras_bridge.model_state import bookkeeping_attributes, members_o
 from shardload.keras_bridge.variables import stored_dtype
 
 LARGE_BYTES = 1 << 20
-"""Least bytes of a vector of unknown meaning that is split, and of a replicated variable that reports list."""
+"""A vector of unknown meaning with at least this many bytes is split, and a replicated variable is reported."""
 
 
 def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:

@@ -65,7 +65,7 @@ LayoutRole = Wants | Follows
 
 
 def by_shape(variable: Any) -> Wants:
-    """Return the role of a variable of unknown meaning: split its largest dim, but no vector of less than 1 MiB."""
+    """Return how to split a variable of unknown meaning: its largest dim, but no vector of less than 1 MiB."""
     shape = tuple(variable.shape)
     if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
         return Wants("vector", ())
@@ -144,7 +144,7 @@ def decide_layouts(
 
 
 def as_far_as_it_divides(variable: Any, role: LayoutRole, wanted: Layout, *, rule: str) -> VariableLayout:
-    """Return the layout that a rule wants. Mesh axes that do not divide a dim evenly split another dim, or none."""
+    """Return the layout ``wanted`` by a rule. Mesh axes that do not divide a dim evenly split another dim, or none."""
     shape = tuple(int(n) for n in variable.shape)
     if wanted.divides(shape):
         return VariableLayout.of(variable, wanted, rule)

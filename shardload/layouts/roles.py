@@ -18,8 +18,8 @@ block's width. For `roles_by_graph`, the second kernel alone reads what the firs
     Dense ─► gelu ─► Dropout ─► Dense        Conv2D ─► BatchNormalization ─► ReLU ─► Conv2D
     column   └─ each on its own features ─┘  row     channels  └ its vectors follow ┘       input channels
 
-Layers between the two must compute each feature from that feature alone. This module has more than 400 lines, because
-`roles` decides which of its functions wins where several have a role for one variable.
+Layers between the two must compute each feature from that feature alone. All these functions are in one
+module, because `roles` decides which of them wins where several have a role for one variable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardload.layouts.rules import roles_by_layer_rules
 
 
 def roles(model: Any, *, by_user: bool = True) -> dict[int, LayoutRole]:
-    """Return the role of every variable of ``model`` (including optimizer slots and metrics), by ``id(variable)``.
+    """Return how to split each variable of ``model`` best (its role), by ``id(variable)``; also slots and metrics.
 
     Reads layer objects, shapes and dtypes only: the variables may have no values. ``by_user`` applies the layout rules
     that users registered.
@@ -105,7 +105,7 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) 
 
 
 def _followers(layer: Any, kernel: Kernel, own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense: all are split like the kernel."""
+    """Return how to split bias, scale and LoRA factors of a Dense or EinsumDense (their roles): like its kernel."""
     _, labels, output = equation_of(layer) or ("", "", "")
     aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
     # LoRA adds a @ b to the kernel: a has its leading dims, b its last one; "?" is the rank, too short to split.
@@ -131,7 +131,7 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
 
 
 def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return roles of an Embedding's variables: best is a split by the vocabulary, or if that is short, by features."""
+    """Return how to split an Embedding's variables best (their roles): by the vocabulary or, if short, by features."""
     if (embedding := own.get("embeddings")) is None:
         return {}
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
@@ -160,7 +160,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
 
 
 def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return the roles of a convolution's variables: best is a split by output channels, second by input channels."""
+    """Return how to split a convolution's variables best (their roles): by output channels, else by input channels."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
     # A depthwise kernel ends in (channels, multiplier), a transposed one in (outputs, inputs): there the next to last
@@ -175,7 +175,7 @@ def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
 
 
 def _separable_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return the roles of a separable convolution: depthwise kernel and bias are split like the pointwise kernel."""
+    """Return how to split a separable convolution (the roles): depthwise kernel and bias like the pointwise kernel."""
     pointwise, depthwise = own["pointwise_kernel"], own["depthwise_kernel"]
     inputs, outputs = len(pointwise.shape) - 2, len(pointwise.shape) - 1
     by_id: dict[int, LayoutRole] = {
@@ -256,7 +256,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
-    """Return the roles of a block's kernels, paired by shape: ``column`` (split by outputs), ``row`` (by inputs)."""
+    """Return how to split a block's kernels (roles), paired by shape: ``column`` by outputs, then ``row`` by inputs."""
     by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:

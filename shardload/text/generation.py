@@ -115,7 +115,7 @@ def generate(
 def generate_ids(
     model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 32, stop_ids: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """Continue prompts of token ids, always with the most probable token; return the ids added to each, no stop id."""
+    """Continue prompts of token ids with the most probable tokens; return the ids added to each, without stop ids."""
     _require_causal_lm(model)
     if not all(len(ids) for ids in prompts):
         raise UnsupportedError("Cannot continue an empty prompt. Give it some text")

@@ -80,7 +80,7 @@ class Checks:
     """Activation that KerasHub's class always computes (``silu``). Only for classes whose layers store no activation
     that could be read."""
     activation_names: Mapping[str, str] = field(default_factory=dict)
-    """Configured activation → the one that it really means: Gemma's first files say ``gelu`` for its tanh form."""
+    """Configured activation → the one that it really means: Gemma's first files say ``gelu`` for GELU's tanh form."""
     caps: Caps | None = None
     sets_windows: bool = False
     """Whether to set windows on the built layers, because KerasHub's constructor gives them to the wrong layers."""
@@ -109,7 +109,7 @@ def if_used(config: Config, layers: int) -> list[int | None]:
 def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> _Windows:
     """Return a function that takes a configuration and returns each layer's window, as ``layer_types`` says.
 
-    Without ``layer_types``, ``default`` says whether the layer of an index has a window. With ``always=False``, layers
+    Without ``layer_types``, ``default(config, i)`` says whether layer ``i`` has a window. With ``always=False``, layers
     have windows only if ``use_sliding_window`` is set.
     """
 

@@ -89,7 +89,7 @@ class GgufArchitecture:
     """Hugging Face's tensor of all experts → GGUF's layers that it joins, column by column: gate, up, gate, up, …"""
 
     def hf_name(self, name: str, path: str) -> str | None:
-        """Return Hugging Face's name of a GGUF tensor; ``None`` for tensors in `rope_factors` or `fused_experts`."""
+        """Return Hugging Face's name of a GGUF tensor; ``None`` if no tensor of Hugging Face has its values alone."""
         if name in self.rope_factors:
             return None
         stem, _, suffix = name.rpartition(".")

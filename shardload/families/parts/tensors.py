@@ -54,7 +54,7 @@ def gated_mlp(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTensors:
-    """Lists the tensors of a decoder from its configuration; the fields say in what models with RMS norms differ."""
+    """Lists the tensors that a decoder's checkpoint has, from its configuration; fields say how model types differ."""
 
     norms_minus_one: bool = False
     """Whether norms store their scale minus one, so that a stored 0 scales by 1."""
