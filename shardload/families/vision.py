@@ -17,7 +17,7 @@ from shardload.units import plural
 
 
 def _no_biases(config: Config) -> str | None:
-    """Return an error's text if query, key and value have no biases, which KerasHub needs; else ``None``."""
+    """Return an error's text if query, key and value lack biases, which KerasHub's converter reads; else ``None``."""
     if config.get("qkv_bias") is not False:
         return None
     return "config.json sets qkv_bias=False, but KerasHub's converter needs biases of query, key and value"

@@ -101,7 +101,7 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
 
 def tie_as_described(described: Any, manifest: Manifest) -> None:
-    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if the Hugging Face checkpoint is tied."""
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its source has no separate output layer."""
     if ties_embeddings(manifest):
         _tie(described)
 

@@ -120,7 +120,7 @@ def _saved_attributes(manifest: Manifest) -> Any:
 
 
 def _described_part(model: Any, manifest: Manifest) -> Any:
-    """Return what the source's ``config.json`` describes: the backbone if it is a preset, else the whole model."""
+    """Return the part of a model that its source's ``config.json`` describes: a preset's backbone, else all of it."""
     return backbone_of(model) if spec_of(manifest).described_by == "keras-hub" else model
 
 

@@ -86,8 +86,8 @@ def check_mapped(
 ) -> None:
     """Raise if a bare file, one without a configuration, seems to be quantised or to be an adapter.
 
-    Signs are the names of ``unused`` tensors, and float8 tensors that are loaded as another dtype. ``bindings`` are the
-    tensors that the model uses, as `shardload.mapping.Binding`.
+    Signs are the names of ``unused`` tensors, and float8 tensors that are loaded as another dtype. ``bindings`` say
+    which tensor becomes which variable of the model.
     """
     # A layer of the model may decode codes itself, so only tensors that the model does not use are a sign.
     if not spec_of(manifest).may_be_codes or _is_folder(manifest):

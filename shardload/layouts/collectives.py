@@ -261,7 +261,7 @@ def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
 
 
 def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh, Spec]:
-    """Return an array's mesh and the axes that split each of its dims; in `jax.jit`, as the caller says."""
+    """Return an array's mesh, and which of its axes split each dim; inside `jax.jit`, the caller passes both."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
         # Axes of type Auto, JAX's default, hide the sharding inside jit. Guessing "replicated" would add a gather.

@@ -31,7 +31,7 @@ def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def own_variables(layer: Any, children: Iterable[Any] | None = None) -> list[Any]:
-    """Return a layer's variables, in order of creation, without those of its sub-layers (see `nested_layers`)."""
+    """Return the variables that a layer created itself, oldest first; ``children`` are its sub-layers, if known."""
     inherited = {id(v) for child in (_children(layer) if children is None else children) for v in child.weights}
     return [v for v in layer.weights if id(v) not in inherited]
 

@@ -87,10 +87,10 @@ class Checks:
     has_unsized_windows: bool = False
     """Whether a model without windows is built with ``sliding_window_size=None``, which some constructors refuse."""
     attention_flags: tuple[str, ...] = ()
-    """Boolean fields to compare with the attribute of the same name on each attention layer."""
+    """Boolean fields (``use_bidirectional_attention``) to compare with attributes of that name on attention layers."""
     attributes: Mapping[str, SameAttribute] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Field → argument of KerasHub's constructor to pass its value to, because KerasHub's converter does not."""
+    """Field (``type_vocab_size``) → argument of KerasHub's class (``num_segments``); its converter does not pass it."""
 
 
 # ---- sliding windows -----------------------------------------------------------------------------
