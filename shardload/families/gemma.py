@@ -96,7 +96,7 @@ def _export_gemma(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
 
 
 def _exported_scalar(backbone: Any) -> int:
-    """Return the ``query_pre_attn_scalar`` to write: head size or, if the backbone says so, hidden size / heads."""
+    """Return a ``query_pre_attn_scalar``: the head size if ``query_head_dim_normalize``, else hidden size / heads."""
     normalised = backbone.query_head_dim_normalize
     return int(backbone.head_dim if normalised else backbone.hidden_dim // backbone.num_query_heads)
 

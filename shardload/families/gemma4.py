@@ -102,7 +102,7 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _rotated_part(values: GgufValues, width: int) -> float:
-    """Return ``partial_rotary_factor``, the share of features that rotate: GGUF has 1 for each such pair, else 1e30."""
+    """Return ``partial_rotary_factor``, the share of a head's features that rotate: GGUF has 1 for those, else 1e30."""
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return 1.0

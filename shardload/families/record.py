@@ -120,7 +120,7 @@ class Family:
     sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a published size (``gemma2_9b``) → its ``config.json``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Another name of a size → the name in `sizes`."""
+    """Name by which users may ask for a size as well (``gemma2_7b``) → the size's name in `sizes`."""
     alias_notes: Mapping[str, str] = field(default_factory=dict)
     """Alias → why no size has this name, as a clause for notes: ``Gemma 2 was never released at 7B``."""
     windows_without_self: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ FIELD = "quantization_config"
 ADAPTER = "adapter_config"
 """What users put in ``ignore_config`` to load the weights of a folder without the adapter that is also there."""
 _BARE_FLOAT8 = "float8"
-"""Stands for a quantisation method if tensors are float8 but have no scales: they may be quantised or just cast."""
+"""In place of a method's name for float8 tensors without scales: they may be quantised, or just cast."""
 _SIGNS = (
     (r"\.qweight$", "gptq or awq"),
     (r"\.g_idx$", "gptq"),
@@ -201,7 +201,7 @@ def _about_adapter(manifest: Manifest) -> str:
 
 
 def _has_adapter_beside(manifest: Manifest) -> bool:
-    """Whether transformers would apply an adapter to the weights of this folder."""
+    """Whether transformers would apply an adapter (of the package PEFT, such as LoRA) to the weights of this folder."""
     folder = manifest.location
     return (
         _is_folder(manifest)

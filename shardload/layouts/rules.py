@@ -144,7 +144,7 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
 def apply(
     rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, LayoutRole]
 ) -> dict[int, VariableLayout]:
-    """Return the layouts of variables that a rule matches, by ``id(variable)``; raise for a rule that matches none."""
+    """Return the layouts of variables that a rule matches, by ``id(variable)``; raise if a rule matches no variable."""
     variables = list(variables)
     used: set[str] = set()
     placed: dict[int, VariableLayout] = {}

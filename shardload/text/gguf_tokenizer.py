@@ -147,7 +147,7 @@ def _vocabulary(metadata: TokenizerMetadata) -> dict[str, Any]:
 
 
 def _prefix(metadata: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
-    """Return the ids to put before a prompt: the start token's or none; ``default`` is what to do if no flag says."""
+    """Return the ids to put before a prompt: the start token's or none; ``default`` counts if the header is silent."""
     bos = metadata.special_ids.get("bos")
     return (bos,) if bos is not None and metadata.flags.get("add_bos_token", default) else ()
 

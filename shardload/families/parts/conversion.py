@@ -46,7 +46,7 @@ def decoder_arguments(config: Config) -> dict[str, Any]:
 
 
 def port_ends(backbone: Any, loader: Any) -> None:
-    """Load the weights of a decoder that are outside of its blocks: embedding, output layer and last norm."""
+    """Assign the weights of a decoder that are outside of its blocks: embedding, output layer and last norm."""
     loader.port_weight(backbone.token_embedding.embeddings, "model.embed_tokens.weight")
     loader.port_weight(backbone.token_embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
     loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
