@@ -328,7 +328,7 @@ def _refuse_code(error: Exception, manifest: Manifest) -> None:
 
 
 def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool) -> str:
-    """Return the warning that a model is not compiled as saved; with ``has_defaults``, its class did it its own way."""
+    """Return a warning: the model is not compiled as saved, or only with its class's defaults (``has_defaults``)."""
     stored = ("optimizer/", "optimizer_variables/")
     state = "compiled with the defaults of its class" if has_defaults else "not compiled"
     reason = why if isinstance(why, str) else _first(why)

@@ -42,7 +42,7 @@ _MAX_BYTES = 16 << 40
 
 
 def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:
-    """Return the manifest, with tensors' names and shapes, of a Hugging Face folder that has this configuration."""
+    """Return the manifest (tensors of dtype ``stored``) of a Hugging Face folder that has this configuration only."""
     # A name is enough, also bfloat16: ml_dtypes, which JAX imports, registers its types with NumPy.
     dtype = np.dtype(stored)
     specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]

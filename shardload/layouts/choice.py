@@ -85,7 +85,7 @@ class LayoutChoice:
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """One entry for each variable that did not get the layout of its rule."""
+        """One entry for each variable that got another layout than its rule wanted, as a dim did not divide evenly."""
         return tuple(v.fallback for v in self.variables if v.fallback is not None)
 
     @property

@@ -198,7 +198,7 @@ def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
 
 
 def _norms(every: _Layers) -> list[Any]:
-    """Return the layers that normalise over all of the model's features, not over those of one attention head."""
+    """Return the layers that normalise over all of the model's features, not one head's: their outputs are gathered."""
     norms: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in every:
