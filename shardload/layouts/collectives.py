@@ -41,9 +41,9 @@ def all_reduce(
     """Combine the shards along mesh axes, element by element; all devices along these axes get the result.
 
     Args:
-        x: An array of any shape. Its dims that are split over ``axis_name`` become as short as one shard. An array that
-            is replicated over ``axis_name`` is multiplied by the size of the axes by ``"sum"``, and stays as it is
-            otherwise.
+        x: An array of any shape. Its dims that are split over ``axis_name`` become as short as one shard. If it is
+            replicated over ``axis_name``, all shards are equal: ``"sum"`` multiplies them by the size of the axes,
+            and the other operations change nothing.
         op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. The last two have no derivative.
         axis_name: One mesh axis, or several, over which to combine.
         mesh: The mesh to put ``x`` on if it is on none yet; such an array counts as replicated.
@@ -73,9 +73,9 @@ def all_gather(
         x: An array. If dim ``axis`` is split over ``axis_name`` only, its values stay as they are and it becomes
             replicated. If ``x`` is replicated over ``axis_name``, the result contains it once per device.
         axis: The dim along which shards are concatenated; negative ones count from the end.
-        axis_name: As for `all_reduce`.
-        mesh: As for `all_reduce`.
-        spec: As for `all_reduce`.
+        axis_name: One mesh axis, or several, over which to concatenate.
+        mesh: The mesh to put ``x`` on if it is on none yet; such an array counts as replicated.
+        spec: Inside `jax.jit`, where shardings are not known: how ``x`` is split over ``mesh``.
 
     Raises:
         UsageError: When there is no such dim, or the mesh or the sharding of ``x`` cannot be found.
@@ -101,13 +101,13 @@ def reduce_scatter(
     Args:
         x: An array; the length of dim ``axis`` of a shard is divisible by the size of the axes.
         axis: The dim along which the sum is divided; negative ones count from the end.
-        axis_name: As for `all_reduce`.
-        mesh: As for `all_reduce`.
+        axis_name: One mesh axis, or several, over which to add.
+        mesh: The mesh to put ``x`` on if it is on none yet; such an array counts as replicated.
         op: ``"sum"`` or ``"mean"``.
-        spec: As for `all_reduce`.
+        spec: Inside `jax.jit`, where shardings are not known: how ``x`` is split over ``mesh``.
 
     Returns:
-        The array that `all_reduce` returns, but split over ``axis_name`` along dim ``axis``.
+        The sum (or mean) of the shards, split over ``axis_name`` along dim ``axis``, and over other axes as before.
 
     Raises:
         UsageError: When ``op`` is unknown, there is no such dim, or the mesh or the sharding of ``x`` cannot be found.
@@ -320,7 +320,7 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
     Warns and returns all of them if there are fewer; returns an empty list for a count below one.
 
     Raises:
-        MeshError: As in `list_devices`.
+        MeshError: When there is no such platform here.
     """
     found = list_devices(device_type)
     if not is_integer(count):

@@ -1,4 +1,4 @@
-"""A model's layers, and all its variables."""
+"""Find a model's layers, and all its variables: weights, optimizer slots, metrics and random seeds."""
 
 from __future__ import annotations
 
