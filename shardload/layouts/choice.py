@@ -144,7 +144,7 @@ class LayoutChoice:
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """Path of each variable → its rule. If several variables have one path, the second is ``PATH#2``, and so on."""
+        """Path of each variable → why it has its layout. Of several with one path, the second is ``PATH#2``, …."""
         variables = self.variables
         return dict(zip(numbered(v.path for v in variables), (v.rule for v in variables), strict=True))
 

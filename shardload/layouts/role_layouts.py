@@ -41,7 +41,7 @@ class Wants:
     """The role (how to split it best) of a variable that is not split like another one: which of its dims to split."""
 
     rule: str
-    """Name of the rule that gave this role, for reports: ``heads out``."""
+    """Why these dims are best, in a word or two for reports: ``heads out``, ``column``, ``vocabulary``."""
     dims: tuple[Dim, ...]
     """Dims to split, best first; empty for a variable that stays replicated on purpose."""
     exact: bool = True

@@ -38,7 +38,7 @@ SANDWICH = BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""GGUF's name of a layer → Hugging Face's, for blocks that normalise before and after each part: Gemma 2 and later."""
+"""GGUF's name of a layer → Hugging Face's, for blocks with norms before and after attention and MLP, as in Gemma 2."""
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -81,7 +81,7 @@ class GgufArchitecture:
     bare: frozenset[str] = frozenset()
     """Hugging Face's names of layers that are whole names of tensors (``router.scale``): no ``.weight`` is added."""
     undone: Mapping[str, Undo] = field(default_factory=dict)
-    """GGUF's name of a layer → how the program that wrote the file changed the layer's tensors."""
+    """GGUF's name of a layer → how the program that wrote the file changed the layer's tensors: a load undoes it."""
     norms_plus_one: bool = False
     rope_factors: frozenset[str] = frozenset()
     """Names of GGUF tensors with factors for rotary positions. They are settings, which `config` reads, not weights."""
