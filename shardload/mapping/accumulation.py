@@ -36,7 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A part of a load that runs another one, ``step``, and then converts the counts of batches that it assigned."""
+    """A part of a load that runs another part, ``step``, and then converts the counts of batches that this assigned."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
@@ -55,7 +55,10 @@ class _RecountedStep:
 
 
 def with_updates_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping that keeps the number of updates if the saved optimizer had other batches per update."""
+    """Return ``found``, changed so that each optimizer continues with the number of updates that it was saved with.
+
+    Where the saved optimizer had another ``gradient_accumulation_steps``, the load converts its count of batches.
+    """
     # The tensors of variables that are loaded whole, by ``id`` of the variable.
     tensors = {id(b.variable): b.view.tensor for b in found.bindings}
     for c in found.computed:
@@ -95,7 +98,10 @@ def _recounted(step: MappingStep, found: VariableMap, values: _Values) -> Mappin
 
 
 def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int | None:
-    """Return with which ``gradient_accumulation_steps`` the count ``tensor`` was saved (1: none); ``None``: unknown."""
+    """Return the saved ``gradient_accumulation_steps`` of the optimizer whose count of batches is in ``tensor``.
+
+    1 if it accumulated no gradients; ``None`` if not known. ``is_innermost``: no wrapper (LossScaleOptimizer) has it.
+    """
     structure = manifest.metadata.get("structure")
     if structure is not None:
         leaves = (Stored.of_json(leaf) for leaf in structure["leaves"])
@@ -108,7 +114,7 @@ def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int
 
 
 def described_optimizer(manifest: Manifest) -> Any:
-    """Return the configuration of the compiled optimizer from an archive or step; ``None`` if it stores none."""
+    """Return the configuration of the compiled optimizer in an archive or step; ``None`` if it stores none."""
     compiled = manifest.config.get("compile_config")
     return compiled.get("optimizer") if isinstance(compiled, Mapping) else None
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model, for checkpoints that lack adapters, and for those that have little else.
+"""What a load does with a model's LoRA adapters, for checkpoints that lack adapters, and those that have little else.
 
 Files of Keras do not store adapters: Keras merges them into kernels when it saves. When it loads, it sets both factors
 to zero; then neither has a gradient, so the adapter never trains. shardload does this with a model's adapters instead:
@@ -35,7 +35,7 @@ from shardload.units import plural
 
 
 def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping that leaves a model's LoRA adapters unchanged; Keras would assign zeros to them."""
+    """Return ``found`` without the zeros that Keras' layers would assign to LoRA adapters: these keep their values."""
     pairs = adapters_of(lora_layers(model))
     zeroed = {id(v) for c in found.computed for v in c.variables}
     pairs = [pair for pair in pairs if zeroed.issuperset(map(id, pair))]
@@ -67,7 +67,7 @@ def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> Va
 
 
 def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping with advice for error messages, if the model has LoRA adapters that the checkpoint lacks."""
+    """Return ``found`` with advice for an error, if the checkpoint lacks the model's adapters: enable LoRA later."""
     layers = lora_layers(model)
     left = {id(v) for v in found.missing_variables} | {id(v) for _, v in found.refused}
     if found.advice or left.isdisjoint(id(v) for pair in adapters_of(layers) for v in pair):
@@ -78,7 +78,7 @@ def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> V
 
 
 def with_zeros_noted(found: VariableMap, model: Any) -> VariableMap:
-    """Return a mapping with a note on how many LoRA adapters become zero, because the load assigns what Keras would."""
+    """Return ``found`` with a note on how many LoRA adapters become zero, for a load that does all as Keras does."""
     zeroed = {id(v) for c in found.computed for v in c.variables}
     n = sum(id(b) in zeroed for _, b in adapters_of(lora_layers(model)))
     note = f"as in Keras, {plural(n, 'LoRA adapter')} became zero and cannot train: load the file before enable_lora"
@@ -99,7 +99,7 @@ def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stor
 
 
 def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismatch, ...]:
-    """Return mismatches for the weights that a partial step leaves out, if their shapes differ in this model."""
+    """Return a mismatch for each weight that a partial step leaves out, if it has another shape in this base model."""
     return tuple(
         Mismatch(
             leaf.variable.path,
@@ -115,7 +115,7 @@ def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismat
 
 
 def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
-    """Return mismatches for layers whose LoRA rank or alpha differs from that in ``form``, the settings in a step."""
+    """Return a mismatch for each layer with other LoRA rank or alpha than in ``form``, a step's settings of layers."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     found = []
     for path in own.keys() & stored.keys():
@@ -130,7 +130,10 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
 
 
 def lora_advice(model: Any, form: Any) -> str:
-    """Return how to give a model the LoRA adapters in ``form``, the settings in a step; ``""`` if it has the same."""
+    """Return advice for an error: how to get a model with the LoRA adapters in ``form``, a step's settings of layers.
+
+    ``""`` if the model has the same adapters as the step.
+    """
     own, stored = _adapters(settings_of(model)), _adapters(form)
     if own == stored:
         return ""
@@ -146,7 +149,7 @@ def lora_advice(model: Any, form: Any) -> str:
 
 
 def described_adapters(form: Any) -> str:
-    """Return a text with the number of layers with adapters, their rank and alpha: ``2 layers (rank 4)``."""
+    """Return a text about the LoRA adapters in ``form``, a step's settings of layers: ``2 layers (rank 4)``."""
     return _layers(_adapters(form))
 
 
@@ -172,7 +175,7 @@ def _call(model: Any, adapters: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _adapters(form: Any) -> dict[str, dict[str, Any]]:
-    """Return path of a layer → rank and alpha of its adapters; ``form`` (saved settings) is untrusted input."""
+    """Return path of a layer → rank and alpha of its LoRA adapter, from settings of layers, which are untrusted."""
     found = {}
     for path, settings in form.items() if isinstance(form, Mapping) else ():
         lora = settings.get("lora") if isinstance(settings, Mapping) else None

@@ -32,16 +32,17 @@ from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 _ITEM = "assets"
-"""Name of the folder in a training step that has the files of layers; Keras' own callback uses the same name."""
+"""Name of the folder in a training step with the files that layers save; Keras' own callback uses the same name."""
 _ROWS_BYTES = 1 << 20
-"""Number of bytes to copy at a time, so that a large file is never in memory as a whole."""
+"""Number of bytes of a stored file to copy at a time, so that a large file is never in memory as a whole."""
 
 
 @contextmanager
 def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Iterator[Path | None]:
     """Copy the files that layers saved into a temporary folder; yield the folder, or ``None`` if there are no files.
 
-    Refuses a file whose path leaves its folder, or whose declared size far exceeds what is stored.
+    So damaged files are found before the model changes: ``check`` compares the bytes with their checksums. Refuses a
+    file whose path leaves its folder, or whose declared size far exceeds what is stored.
     """
     files = _files(manifest, check)
     # Only if there are any: most checkpoints have none, and a container may have no folder for temporary files.
@@ -56,7 +57,10 @@ def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Itera
 
 
 def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
-    """Load the files that layers saved into a new model, after its weights: a layer may need them to load its files."""
+    """Load the files that layers saved, from ``folder``, into a model that was built from the same checkpoint.
+
+    Call it after its weights are loaded: a layer may need them to load its files.
+    """
     if folder is None:
         return
     for path, layer, error in load_keras_assets(model, folder):
@@ -76,7 +80,10 @@ def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
 def restore_assets(
     model: Any, manifest: Manifest, folder: Path | None, *, rename: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Replace the files of a model's layers (vocabularies) by those saved with its restored weights; return notes."""
+    """Replace the vocabularies and other files of an existing model's layers by those in ``folder``; return notes.
+
+    These were saved with the weights that the model gets. ``rename`` maps prefixes of stored paths to the model's.
+    """
     if folder is None:
         return ()
     folders = ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]
@@ -109,7 +116,7 @@ def restore_assets(
 
 
 def empty_vocabularies(model: Any, source: str) -> tuple[str, ...]:
-    """Return a sentence for each lookup layer that still has no vocabulary after a load."""
+    """Return a note for the report for each lookup layer (`StringLookup`) that still has no vocabulary after a load."""
     return tuple(
         Note(
             f"{type(layer).__name__} at {path or 'the root'!r} has no vocabulary, as {source} contains none for it: "
@@ -121,7 +128,7 @@ def empty_vocabularies(model: Any, source: str) -> tuple[str, ...]:
 
 
 def _own_files(layer: Any) -> dict[str, bytes]:
-    """Return name → content of the files that a layer would save now; empty if its ``save_assets`` fails."""
+    """Return name → content of the files that a layer would save now, to compare; empty if ``save_assets`` fails."""
     with temporary_folder("shardload-assets-") as made:
         try:
             layer.save_assets(str(made))
@@ -140,7 +147,10 @@ def has_assets(manifest: Manifest) -> bool:
 
 
 def read_assets(manifest: Manifest) -> dict[str, Any]:
-    """Return the files that layers saved, as nested dicts of uint8 arrays; checks paths and sizes, not the bytes."""
+    """Return the files that layers saved as nested dicts of uint8 arrays, the form in which a training step has them.
+
+    Paths and sizes are checked, but not the bytes.
+    """
     files = _files(manifest, None)
     if (first := next(files, None)) is None:
         return {}

@@ -41,7 +41,7 @@ _Place = Callable[[Variable, NDArray[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The names of the variables that have new values, old values or no value after a failed load."""
+    """Names of the variables that have new values, old values or no value after a failed load, for its error."""
 
     new: tuple[str, ...]
     old: tuple[str, ...]
@@ -56,7 +56,7 @@ class Interrupted:
 
 @dataclass(slots=True)
 class _Before:
-    """What a variable had before the load: its value (kept only if ``atomic``) and its initialiser."""
+    """What a variable gets back if the load fails: its former value (kept only if ``atomic``) and initialiser."""
 
     variable: Variable
     value: Any
@@ -65,7 +65,7 @@ class _Before:
 
 @dataclass(slots=True)
 class Assigner:
-    """Assigns arrays to the variables of a layer as soon as it has all of them, and computed values at the end."""
+    """Receives arrays that were read, and assigns them once all of a layer are there; assigns computed values last."""
 
     variables: VariableMap
     read_tensor: _ReadTensor
@@ -102,14 +102,14 @@ class Assigner:
                 self._waiting |= dict.fromkeys(step.needs, step)
 
     def starting(self, name: str) -> None:
-        """Release the old value of a variable, unless ``atomic``, because its new value is about to take memory."""
+        """Release a variable's old value, unless ``atomic``. Call it right before the new value takes device memory."""
         before = self._before[name]
         if not self.atomic and name in self._untouched:
             self._untouched.discard(name)
             drop_value(before.variable)
 
     def ready(self, name: str, array: Any) -> None:
-        """Receive the sharded array for a variable; once its layer has all of its arrays, assign them."""
+        """Receive the sharded array for a variable; if it is the last one that its layer waits for, assign them all."""
         step = self._waiting.pop(name, None)
         if step is None and (name in self._arrays or name not in self._late_needs):
             raise KeyError(f"no binding expects an array named {name!r}")
@@ -121,7 +121,10 @@ class Assigner:
                 self._run(step)
 
     def finish(self, agreed: Callable[[], None] = lambda: None) -> None:
-        """Assign the computed values, call ``agreed`` (it may raise, to fail the load), then release old values."""
+        """Assign the computed values, call ``agreed``, then release the old values.
+
+        ``agreed`` may raise an error, for instance if another process failed: the load can still be undone then.
+        """
         absent = [n for n in self._waiting if n not in self._arrays]
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
         if absent:
@@ -140,7 +143,7 @@ class Assigner:
         self._before.clear()
 
     def abort(self) -> Interrupted:
-        """End a failed load: release received arrays, restore old values if ``atomic``; return what is new and old."""
+        """End a failed load: release received arrays, restore old values if ``atomic``; tell what each variable has."""
         self._arrays.clear()
         self._waiting.clear()
         if self.atomic:
@@ -170,14 +173,14 @@ class Assigner:
         return self._arrays[name]
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Give a variable its sharded array, by calling ``assign``, which is Keras' own method."""
+        """Give a variable its sharded array by ``assign``, Keras' own method (loading code calls a patched one)."""
         self._untouched.discard(self._names[id(variable)])
         result = assign(variable, value)
         forget_initializer(variable)
         return result
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Cast a computed value to the variable's dtype, place it in the variable's layout, and assign it."""
+        """Cast a value that loading code computed to the variable's dtype, place it in its layout, and assign it."""
         if tuple(getattr(value, "shape", ())) != tuple(variable.shape):
             return assign(variable, value)  # raises Keras' own error
         # Cast on the host and placed shard by shard: Keras' `assign` would first put the whole value on device 0.

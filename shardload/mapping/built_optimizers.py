@@ -44,7 +44,10 @@ _STORED = ("optimizer/vars/", "optimizer_variables/")
 
 
 def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
-    """Pair an archive's optimizer state with the compiled optimizer's variables; ``None`` if that is impossible."""
+    """Pair an archive's optimizer variables with those of the compiled optimizer, by what each of them is for.
+
+    ``None`` if the archive's optimizer cannot be built again, or if it then has other variables than are stored.
+    """
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(_GROUP)}
     saved = _saved_optimizer(model, manifest)
     if saved is None or len(saved.variables) != len(stored):
@@ -66,7 +69,7 @@ def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
 
 
 def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, paired: Paired) -> VariableMap:
-    """Return a mapping that also restores the compiled optimizer, from the state that an archive has (``paired``)."""
+    """Return ``found``, extended so that it restores the compiled optimizer from the archive's state, ``paired``."""
     paired, notes = resolve_optimizers(model, paired, manifest, every=True)
     names = variable_names([*model.weights, *state_of(model)])
     fits = [(tensor, leaf) for tensor, leaf in paired.pairs if tensor.shape == leaf.shape]
@@ -85,7 +88,7 @@ def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, pair
 
 
 def needs_roles(paired: Paired, manifest: Manifest, optimizer: Any) -> bool:
-    """Whether Keras' own loading by position would not restore an archive's optimizer state, or would do it wrongly."""
+    """Whether to restore an archive's optimizer by what each variable is for: by position, Keras would fail or err."""
     if not optimizer.built and not is_untrained(paired, manifest, None):
         return True
     # Keras would warn that the file has nothing for the optimizer inside.
@@ -102,7 +105,7 @@ def needs_roles(paired: Paired, manifest: Manifest, optimizer: Any) -> bool:
 
 
 def _saved_optimizer(model: Any, manifest: Manifest) -> Any:
-    """Build the optimizer that an archive describes, for the weights of ``model``; its variables have no values."""
+    """Build the optimizer that an archive describes, without values, to learn what its numbered variables are for."""
     described = described_optimizer(manifest)
     if getattr(model, "optimizer", None) is None or not isinstance(described, Mapping):
         return None
@@ -148,7 +151,10 @@ def slots_as_stored(
 
 
 def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, list[Any], int]]:
-    """Yield (path, optimizer, weights it trains, number of stored variables) for each stored, but unbuilt optimizer."""
+    """Yield the optimizers without slots whose variables the checkpoint stores, with what is needed to build them.
+
+    As (path, optimizer, weights that it trains, number of stored variables); the compiled one has the path ``None``.
+    """
     optimizer, structure = getattr(model, "optimizer", None), manifest.metadata.get("structure")
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     stored_roles = [Stored.of_json(leaf).role for leaf in leaves] if isinstance(leaves, list) else []

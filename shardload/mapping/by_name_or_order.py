@@ -1,7 +1,8 @@
 """Map a file to an existing model by exact names, or by the order of layers and weights; never by similarity.
 
-A tensor of a bare file goes to the variable with its path, to the variable an explicit map names, or, if its name is
-Keras' structural key (``layers/dense/vars/0``), to the variable that the layer's own hook assigns it to.
+A tensor of a bare file (one with nothing but tensors) goes to the variable that the caller's map names, or to the one
+whose path is the tensor's name. If the name is a key of Keras (``layers/dense/vars/0``: class of the layer, position of
+the variable), it goes to the variable that the layer's own ``load_own_variables`` assigns it to.
 
 A file of Keras 2 goes by order, as in Keras:
 
@@ -48,7 +49,7 @@ _NO_STATE = (
 
 
 def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
-    """Map each tensor to the variable in ``names``, or to the one whose path or structural key is its own name."""
+    """Map each tensor to the variable that ``names`` says, else to the one whose path or Keras key is its name."""
     variables: dict[str, list[Variable]] = {}
     for variable in state_of(model):
         variables.setdefault(variable.path, []).append(variable)
@@ -129,7 +130,7 @@ class _Pair(NamedTuple):
 
 
 def map_by_order(model: Any, manifest: Manifest) -> VariableMap:
-    """Map tensors of a Keras 2 file to variables by order: the n-th weight of the n-th layer in file and model."""
+    """Map tensors of a Keras 2 file to variables by order: the n-th weight of the n-th layer that has weights."""
     pairs = _ordered_pairs(model, manifest)
     weights = list(model.weights)
     everything = unique([*weights, *state_of(model)])

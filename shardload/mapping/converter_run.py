@@ -52,14 +52,14 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A call of a converter's function, such as ``convert_weights``, which can be repeated: to record, then to load."""
+    """A call of one of a converter's functions (``convert_weights``), made twice: first to record, then to load."""
 
     function: Callable[[Any, Any, Any], Any]
     target: Any
     manifest: Manifest
     prefix: str | None
     float_casts: FloatCasts = "viewed"
-    """The converter's casts from one float dtype to another: ``"computed"`` applies them, ``"viewed"`` ignores them."""
+    """``"computed"``: as the converter rounds float values; ``"viewed"``: variables get them as they are stored."""
 
     def __call__(self, loader: Loader) -> str:
         """Call the function with ``loader``; return what it printed, which is how converters warn."""
@@ -71,7 +71,7 @@ class Run:
 
 
 class Loader(contextlib.ExitStack):
-    """Base class of what converters get instead of KerasHub's ``SafetensorLoader``: finds tensors by requested name."""
+    """What a converter requests tensors from, in place of KerasHub's ``SafetensorLoader``; finds them by name."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Loader(contextlib.ExitStack):
 
     @property
     def prefix(self) -> str | None:
-        """The prefix under which the last requested name was found; some converters read it."""
+        """What the checkpoint has before the name that was last requested (``model.``); some converters read it."""
         return self._names.prefix
 
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
@@ -121,15 +121,15 @@ class Recording:
     computing: set[str] = field(default_factory=set)
     """Tensors that the converter computes with, so that it needs their values when it runs again to load them."""
     rounded: dict[str, str] = field(default_factory=dict)
-    """Tensor → the less precise dtype to which the converter casts it before it computes with it."""
+    """Tensor → the less precise dtype to which the converter casts it before it computes with it, for a warning."""
     mismatched: list[Mismatch] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    """Names that the converter requested and the checkpoint lacks."""
+    """Names of tensors that the converter requested, but that the checkpoint lacks."""
     printed: str = ""
 
 
 class RecordingLoader(Loader):
-    """Loader for the first run: returns reservations (arrays that take no memory), and records where they end up."""
+    """Loader for the first run: returns arrays without data, and records to which variables they are assigned."""
 
     def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
         super().__init__(run)
@@ -140,13 +140,13 @@ class RecordingLoader(Loader):
         self._lenient = lenient
 
     def get_tensor(self, hf_weight_key: str) -> Any:
-        """Return a reservation for the requested tensor, valid until the end of the run."""
+        """Return an array without data (a reservation) for the requested tensor, valid until the end of the run."""
         tensor = self.find(hf_weight_key)
         self.recording.fetched.add(tensor.name)
         return self.shared.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Make a reservation for the tensor, apply ``hook_fn`` to it, and record the assignment of the result."""
+        """Apply ``hook_fn`` to an array without data that stands for the tensor, and record what would be assigned."""
         try:
             tensor = self.find(hf_weight_key)
         except KeyError:
@@ -193,7 +193,7 @@ class RecordingLoader(Loader):
 
 
 def record(run: Run) -> Recording:
-    """Record one run of a converter; if a tensor is absent, run again without failing, to collect all absent names."""
+    """Record one run of a converter. If a tensor is absent, run it again, and only collect the names of absent ones."""
     try:
         return _record(run)
     except ShardloadError:
@@ -255,10 +255,10 @@ class HubNames:
         self._source = manifest.source
         self._config = manifest.config
         self._bare: dict[str, str] = {}
-        """First part of requested names (``roberta``) → prefix that this checkpoint has in its place, mostly ``""``."""
+        """First part of requested names (``roberta``) → what this checkpoint has in its place: ``""`` or a prefix."""
 
     def find(self, wanted: str, names: Mapping[str, Any]) -> str:
-        """Return the name in ``names`` that a converter means by ``wanted``; ``wanted`` itself if there is none."""
+        """Return which of a checkpoint's ``names`` a converter means by ``wanted``; ``wanted`` itself if none fits."""
         spellings = [wanted, *(wanted.replace(own, other) for own, other in _SPELLINGS if own in wanted)]
         for look_up in (self._plain, self._without_base):
             for spelling in spellings:

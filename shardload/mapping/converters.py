@@ -44,7 +44,10 @@ from shardload.units import plural
 
 
 def map_hub(model: Any, manifest: Manifest, *, float_casts: FloatCasts = "viewed") -> VariableMap:
-    """Map a Hugging Face (or GGUF) checkpoint by KerasHub's converter; ``"viewed"`` omits its casts between floats."""
+    """Map a Hugging Face (or GGUF) checkpoint by running KerasHub's converter, whose values are not read yet.
+
+    With ``"viewed"``, its casts between float dtypes are ignored: variables get the stored values, not rounded ones.
+    """
     converter = kerashub.converter(manifest)
     runs = [Run(converter.convert_weights, backbone_of(model), manifest, None, float_casts)]
     # KerasHub also converts the head of an image classifier or assistant, in a separate run, with an empty prefix.
@@ -141,7 +144,7 @@ def _notes(recording: Recording) -> list[str]:
 
 
 class ReplayLoader(Loader):
-    """Loader for the second run: reads the tensors that the converter computes with; others are arrays without data."""
+    """What a converter requests tensors from in its second run: only those that it computes with have values."""
 
     def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
         super().__init__(step.run_of)
@@ -151,7 +154,7 @@ class ReplayLoader(Loader):
         self._wanted = {id(v) for v in step.variables}
 
     def get_tensor(self, hf_weight_key: str) -> Any:
-        """Return the tensor's values if the converter computes with them, else a reservation."""
+        """Return the tensor's values if the converter computes with them, else an array without data."""
         tensor = self.find(hf_weight_key)
         if tensor.name in self._step.computing:
             return self._runtime.read(tensor.name)
@@ -182,7 +185,7 @@ class ConverterStep:
     variables: tuple[Variable, ...]
     computing: frozenset[str]
     reassigned: frozenset[int] = frozenset()
-    """``id`` of the variables that the converter assigns more than once; only the last value counts."""
+    """``id`` of the variables that it assigns more than once: a conversion to a file must wait for the last value."""
     saveable: ClassVar[None] = None
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of arrays to wait for: none, because this part of a load runs after all others anyway."""

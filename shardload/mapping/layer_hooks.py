@@ -1,7 +1,7 @@
 """Each layer's ``load_own_variables``: recorded with placeholders for the tensors, then run with sharded arrays.
 
-    `Walk`        Keras' walk over a model; a `Visit` is what one hook did
-    `LayerStep`   the same call again, with arrays in place of the recorded views
+    `Walk`        calls every hook (``load_own_variables``) of a model with placeholders; a `Visit` is what one hook did
+    `LayerStep`   calls a hook again during the load, and assigns arrays where it assigned parts of placeholders
 
 A user's hook may decide by a tensor's value (a stored version, a check for zeros), which a placeholder does not have.
 So a hook that computes with tensors is recorded again with their true values, until it computes with no others. The
@@ -43,7 +43,7 @@ _LEGACY = "_layer_checkpoint_dependencies"
 
 
 def has_keras_hook(saveable: Any) -> bool:
-    """Whether a layer or optimizer inherits its ``load_own_variables`` from Keras; false if a user wrote one."""
+    """Whether a layer or optimizer has Keras' own ``load_own_variables``, which no tensor's value can influence."""
     module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
     return str(module).split(".")[0] == "keras"
 
@@ -83,13 +83,13 @@ class LayerStep:
     tensors: dict[str, Tensor]
     """Key in the hook's ``store`` → tensor, for all that is stored for this layer or optimizer."""
     computing: frozenset[str]
-    """Names of the tensors whose values the hook gets, because it computes with them."""
+    """Names of the tensors whose values the hook gets, because it computes with them; others are placeholders."""
     bindings: tuple[Binding, ...]
-    """Bindings of the variables to which the hook assigns elements of a tensor: one each, for the last assignment."""
+    """Which elements of which tensor the hook assigns to a variable, for each such variable: what it assigns last."""
     variables: tuple[Variable, ...]
     """Variables to which the hook assigns values that it computes."""
     kept: tuple[Variable, ...] = ()
-    """Variables that keep their values: what the hook assigns to them is ignored."""
+    """Variables that keep their values, such as LoRA adapters: what the hook assigns to them is ignored."""
 
     @property
     def owner(self) -> str:
@@ -97,7 +97,7 @@ class LayerStep:
         return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
 
     def keeping(self, kept: Mapping[int, Variable]) -> LayerStep:
-        """Return a copy that leaves the values of the variables whose ``id`` is in ``kept`` unchanged."""
+        """Return a copy that ignores what the hook assigns to the variables whose ``id`` is in ``kept``."""
         own = [v for v in self.variables if id(v) in kept]
         return replace(self, variables=tuple(v for v in self.variables if id(v) not in kept), kept=tuple(own))
 
@@ -108,11 +108,11 @@ class LayerStep:
 
     @property
     def computes(self) -> bool:
-        """Whether the hook assigns computed values, not only views of tensors."""
+        """Whether the hook does more than assign parts of tensors; it then runs last, and reads whole tensors."""
         return bool(self.computing or self.variables)
 
     def run(self, runtime: Runtime) -> None:
-        """Call the hook; replace the placeholders that it assigns by the arrays that were read for them."""
+        """Call the hook. Where it assigns a part of a placeholder, assign the array that was read for it instead."""
         # The hook gets the bytes of tensors that it computes with, and reservations of others, as when it was recorded.
         # A view that it assigns is then found by variable and view, and replaced by the binding's sharded array.
         reservations = Reservations()
@@ -165,7 +165,7 @@ class LayerStep:
             raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value")
 
     def _whole(self, tensor: Tensor) -> str | None:
-        """Return the name of the variable whose array the hook can get as ``tensor``; ``None``: it gets a placeholder.
+        """Return which variable's finished array the hook gets when it reads ``tensor``; ``None``: a placeholder.
 
         This is possible if a single binding uses the tensor, as a whole, and if the hook is Keras' own: other hooks may
         reshape what they read, or use its dtype, which differs if the array is already cast. It saves a placeholder,
@@ -198,7 +198,7 @@ class LayerStep:
 
 @dataclass(frozen=True, slots=True)
 class AttributeSnapshot:
-    """A copy of an object's attributes, and of the lists, dicts and sets among them, to undo later changes."""
+    """A copy of an object's attributes, and of the lists, dicts and sets among them, to undo what loading code does."""
 
     target: Any
     attributes: dict[str, Any]
@@ -213,7 +213,7 @@ class AttributeSnapshot:
         return cls(target, attributes, tuple((c, c.copy()) for c in containers))
 
     def restore(self) -> None:
-        """Set the recorded attributes again, without Keras' methods, which would track them twice."""
+        """Set the recorded attributes again, but not by Keras' ``__setattr__``, which would track variables twice."""
         current = getattr(self.target, "__dict__", None)
         if current is None:
             return
@@ -247,14 +247,14 @@ class Visit:
     reservations: Reservations = field(default_factory=Reservations)
     saveable: Any = None
     real: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Name → values of the tensors for which the hook gets values instead of a placeholder."""
+    """Name → values of the tensors that the hook computes with, as an earlier recording of it has shown."""
     read: set[str] = field(default_factory=set)
     assigned: list[RecordedAssign] = field(default_factory=list)
     mismatch: Mismatch | None = None
     error: Exception | None = None
 
     def reserve(self, key: str) -> Any:
-        """Return what the hook reads at ``key``: a copy of the tensor's values if `real` has them, or a placeholder."""
+        """Return what the hook gets at ``key``: a copy of the tensor's values if `real` has them, or a placeholder."""
         tensor = self.tensors[key]
         self.read.add(tensor.name)
         if tensor.name in self.real:
@@ -263,7 +263,7 @@ class Visit:
 
     @property
     def computing(self) -> set[str]:
-        """Names of the tensors whose values the hook needs, because it does more with them than assign views."""
+        """Names of the tensors whose values the hook needs in the load, as it does more than assign parts of them."""
         # A tensor read for no variable is kept elsewhere (the idf weights of a StringLookup), so it needs real bytes.
         used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
         dtypes = {t.name: t.dtype for t in self.tensors.values()}
@@ -281,7 +281,10 @@ class Visit:
 
 
 class Walk:
-    """Records what hooks do in Keras' walk over ``root``. With ``has_values=False``, tensors have no data."""
+    """Runs Keras' walk over ``root`` with placeholders, and records what each ``load_own_variables`` (hook) does.
+
+    With ``has_values=False`` (a plan for a checkpoint that does not exist), no hook gets the values of tensors.
+    """
 
     def __init__(
         self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = (), has_values: bool = True
@@ -307,7 +310,7 @@ class Walk:
         self._close_reservations()
 
     def entry(self, path: str) -> Entry:
-        """Begin the `Visit` of the object at ``path``; Keras calls this right before its ``load_own_variables``."""
+        """Begin the `Visit` of the object at ``path``; return what Keras passes to its ``load_own_variables`` next."""
         self._close_reservations()
         # As in `H5IOStore.get`: files of Keras 2.13 name the folder of layers differently.
         group = self._groups.get(path, {})
@@ -322,7 +325,10 @@ class Walk:
 
     @contextmanager
     def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
-        """Note that the `Visit` begun in the ``with`` block is of ``saveable``; then restore its former attributes."""
+        """Context in which Keras loads ``saveable`` and its children: note whose `Visit` it is, then undo changes.
+
+        The block yields a function that Keras calls with the hook's error, or ``None``.
+        """
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
         # The block contains the visits of children, too, so this one's is the first that it opens, if it opens any.
@@ -339,7 +345,10 @@ class Walk:
             self._settle(before, snapshot)
 
     def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
-        """Record a hook again until it gets the values of all tensors it computes with; untraced if tracing fails."""
+        """Record a hook again until it gets the values of all tensors that it computes with.
+
+        If it fails on JAX's tracers (as NumPy code does), it is recorded with real arrays, outside of the trace.
+        """
         visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
         tensors = {t.name: t for t in visit.tensors.values()}
         while True:
@@ -356,7 +365,7 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Record a hook once more, with the values in ``real`` instead of placeholders; ``traced``: in JAX's trace."""
+        """Record a hook once more, with the values in ``real`` instead of placeholders; ``traced``: with tracers."""
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

@@ -45,7 +45,7 @@ class Left:
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
-        """Return the record for ``stored``, a leaf of the step's tree whose name is ``tensor``."""
+        """Return the record for the leaf ``stored``, whose tensor in the step is called ``tensor``."""
         role, forms = stored.role, found.stored_forms
         if role.kind not in OPTIMIZER_KINDS:
             return cls(tensor, role.kind, role.optimizer)
@@ -65,27 +65,27 @@ class Paired:
     left: tuple[Left, ...]
     forms: Forms
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
-    """(stored leaf, model's leaf) for what a partial step lists, but does not store."""
+    """(leaf in the step, variable of the model) for weights and slots that a partial step lists, but does not store."""
     dropped: tuple[tuple[Tensor, StateLeaf], ...] = ()
     """Pairs that are not used, because the state of their optimizer or weight is not restored from the step."""
     begun: tuple[StateLeaf, ...] = ()
     """Variables that begin as in a new optimizer, although the rest of their optimizer is restored."""
 
     def part(self, leaf: StateLeaf) -> str:
-        """Return the name of the optimizer's attribute with a variable, such as ``momentums`` (see `part_of`)."""
+        """Return the name of the optimizer's attribute that contains a variable, such as ``momentums``."""
         return part_of(leaf.role, self.forms)
 
     def is_core(self, leaf: StateLeaf) -> bool:
-        """Whether the variable is a slot that must be restored if iterations are: updates would else be wrong."""
+        """Whether the variable is a slot (Adam's velocity) without which restored iterations make updates wrong."""
         return leaf.kind == "slot" and is_core(self.part(leaf), kind_in(self.forms, leaf.role))
 
 
 def resolve_optimizers(
     model: Any, paired: Paired, manifest: Manifest, *, every: bool
 ) -> tuple[Paired, tuple[str, ...]]:
-    """Apply the rules of this module to each optimizer of a model; return what to restore, and notes for reports.
+    """Decide which state of each optimizer is restored from a step; return these pairs, and notes for reports.
 
-    With ``every``, weights are restored too; a step from before training then leaves the compiled optimizer unchanged.
+    ``every``: weights are restored too. A step from before training then leaves the compiled optimizer unchanged.
     """
     noted: list[str] = []
     if every and is_untrained(paired, manifest, None):
@@ -122,7 +122,7 @@ def resolve_optimizers(
 
 
 def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tuple[Begun, ...]:
-    """Return optimizer variables that begin as in a new optimizer, each with its initial value."""
+    """Return optimizer variables that begin as in a new optimizer (``leaves``), each with its initial value."""
     if not (wanted := list(leaves)):
         return ()
     optimizers = optimizers_by_path(model)
@@ -137,7 +137,7 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
 
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:
-    """Whether an optimizer can be restored from a step: it needs no slots, or some weight has all of them stored."""
+    """Whether an optimizer can continue with a step's state: it needs no slots, or all those of a weight are stored."""
     incomplete = _incomplete(paired, optimizer)
     core = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and paired.is_core(leaf)]
     if any(leaf.role.of not in incomplete for leaf in core):
@@ -148,10 +148,10 @@ def takes_state(paired: Paired, optimizer: str | None) -> bool:
 
 
 def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
-    """Return the keys of weights for which step and model share only some of the slots; none of these is restored.
+    """Return the keys of weights for which step and model share only some of the slots, so that none is restored.
 
-    If the optimizer's class differs, these are all weights. In the same class, they are, for example, weights that a
-    Muon now excludes, or that a REKLS now leaves to AdamW; the step may then have more slots for them than the model.
+    If the optimizer's class differs, these are all weights. In the same class, they are, for example, weights that
+    Keras' ``Muon`` now excludes, or that shardload's ``REKLS`` now leaves to AdamW, which has other slots for them.
     """
     lacking = {leaf.role.of for leaf in paired.missing if leaf.role.optimizer == optimizer and paired.is_core(leaf)}
     differing = lacking | {found.weight for found in paired.left if found.optimizer == optimizer}
@@ -159,7 +159,7 @@ def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
 
 
 def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Decide what is restored of one optimizer, by the rules of this module; add notes about the rest to ``noted``."""
+    """Decide what is restored of the optimizer ``name``: all, some or no slots; add a note about the rest."""
     if not any(leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS for _, leaf in paired.pairs):
         return paired
     paired = _with_own_rate(paired, name, noted)
@@ -204,7 +204,7 @@ def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) ->
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Let all slots of a weight begin as new if the step lacks one: Adam's momentum is useless without velocity."""
+    """Let all slots of a weight begin as new if the step lacks one of them: Adam's momentum needs its velocity."""
     own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
     incomplete = _incomplete(paired, name) | reshaped
@@ -244,7 +244,7 @@ def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired
 
 
 def _without(paired: Paired, optimizer: str | None) -> Paired:
-    """Return a copy of ``paired`` that does not list an optimizer's variables as missing."""
+    """Return a copy of ``paired`` that lists none of an optimizer's variables as missing, which may be an error."""
     missing = (m for m in paired.missing if m.kind not in OPTIMIZER_KINDS or m.role.optimizer != optimizer)
     return replace(paired, missing=tuple(missing))
 
@@ -257,7 +257,7 @@ def _without_pairs(paired: Paired, optimizer: str | None) -> Paired:
 
 
 def _skipping(paired: Paired, optimizer: str | None) -> Paired:
-    """Return a copy of ``paired`` in which leftover tensors of an optimizer count as skipped, not as unused."""
+    """Return a copy of ``paired`` in which an optimizer's leftover tensors are skipped; else they may be an error."""
     # An empty kind belongs to no item.
     return replace(paired, left=tuple(replace(f, kind="") if f.optimizer == optimizer else f for f in paired.left))
 

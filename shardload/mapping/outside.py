@@ -45,7 +45,7 @@ class OutsideTensor:
     tensor: str
     reason: str
     is_weight: bool = False
-    """True for a trained weight of a part that the model lacks; false if nothing is lost without the tensor."""
+    """True for a trained weight, of a part that the model lacks; false if nothing is lost without the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Sorted:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A constant that a module computes itself, but that older versions of `transformers` stored."""
+    """A constant that models compute, but old `transformers` stored: known by the end of its name, and by ``fits``."""
 
     suffix: str
     fits: Callable[[Tensor], bool]
@@ -102,7 +102,7 @@ _ADDED = {
     "final_logits_bias": "added to the logits",
     "embeddings.token_type_embeddings.weight": "added to the embeddings",
 }
-"""End of a tensor's name → what the model does with the tensor, which is not needed only if it is all zeros."""
+"""End of a tensor's name → what `transformers` does with it. The model may lack such a tensor if it is all zeros."""
 
 
 def sort_unused(
@@ -115,7 +115,7 @@ def sort_unused(
 ) -> Sorted:
     """Sort the tensors that no variable uses into those that the model does not need and those that it should use.
 
-    ``ignore`` are patterns of names to count as not needed. Without ``compare``, no values are read.
+    ``ignore`` are patterns of names to count as not needed. Without ``compare``, no values are read, as for a plan.
     """
     patterns = tuple(ignore)
     ignored = {name: p for name in mapping.unused for p in patterns if fnmatchcase(name, p)}
@@ -142,7 +142,7 @@ def sort_unused(
 
 
 def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
-    """Return a mapping in which an optional part of the model is not missing if the checkpoint's class never has it.
+    """Return ``mapping`` without missing weights of an optional part that checkpoints of this class never store.
 
     The part keeps its initial values. KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS
     an output layer; `transformers` stores neither for tasks that use none.
@@ -193,7 +193,10 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 def _by_value(
     tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Comparer | None
 ) -> OutsideTensor | str:
-    """Return why the model does not need a tensor, by its values; or as text why it does, ``""`` if that is unknown."""
+    """Compare a tensor's values with zeros or another tensor; return why the model does not need it.
+
+    If the model does need it, return why as text; ``""`` if that is not known. ``values=None``: compare nothing.
+    """
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
             if values is None:
