@@ -150,7 +150,7 @@ class BackendError(UnsupportedError):
 
     @classmethod
     def of_tensor_parallelism(cls, asked: str) -> BackendError:
-        """Return the error for a ``distributed_backend`` of tensor parallelism that does not run on JAX."""
+        """Return the error for a ``distributed_backend`` (asked for in tensor parallelism) that does not run on JAX."""
         # Past the constructor, whose message is about the backend that Keras was imported with.
         error = cls.__new__(cls)
         super(BackendError, error).__init__(
@@ -198,7 +198,7 @@ class DoesNotFitError(LayoutError):
 
 
 class BudgetError(ShardloadError, ValueError):
-    """The host-memory budget is too small for a single block."""
+    """The limit on host memory is too small for a single block (a range of a file that is read in one go)."""
 
 
 class TransferError(ShardloadError, OSError):
@@ -222,7 +222,7 @@ class ProcessFailedError(ShardloadError, RuntimeError):
 
 
 class UninitialisedError(ShardloadError, ValueError):
-    """A variable built without allocating was read before it had a value, or never got one.
+    """A variable of a model that was built without values was read before it got one, or never got one.
 
     Args:
         message: What has no value, and how to give it one.
@@ -253,7 +253,7 @@ _WORDS = {
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the operating system's error number, taken from the error, its causes, or their messages."""
+    """Return the operating system's error number, from the error, its causes, or their messages; ``None`` if none."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -285,13 +285,13 @@ WAYS_OUT = {
     errno.EACCES: "Check its owner and mode, or choose another place",
     errno.EPERM: "Check its owner and mode, or choose another place",
 }
-"""errno → how to fix it, for errors of the operating system that do not mean that a file is damaged."""
+"""errno → the end of an error message: how to fix it, for errors that do not mean that a file is damaged."""
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SYSTEM = frozenset({*_LIMITS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Whether a limit of the system or the disk (full, read-only) caused an error, and not the content of a file."""
+    """Whether a limit of the system or the disk (full, read-only) caused an error: then no file is to blame."""
     return errno_of(error) in _SYSTEM
 
 
@@ -388,7 +388,7 @@ class MissingExtraError(ShardloadError, ImportError):
 
 
 def import_failure(error: BaseException) -> ImportError | None:
-    """Return the failed import that caused an error; ``None`` if none did."""
+    """Return the failed import that caused an error, so that the message can name its package; ``None`` if none did."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, ImportError):
         found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
@@ -420,7 +420,7 @@ def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def require_callable_with(function: Callable[..., object], *arguments: object, name: str) -> None:
-    """Raise a `UsageError` unless ``function``, given as the argument ``name``, can be called with ``arguments``."""
+    """Raise a `UsageError` unless ``function``, passed by a caller as ``name=``, can be called with ``arguments``."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The content of a checkpoint, from its headers alone.
+"""What a checkpoint contains, and where: known from its headers alone, before any tensor is read.
 
 A loader turns files into a `Manifest`: for each tensor its name, shape, dtype and *storage*. Storage
 is one of four things:
@@ -33,7 +33,7 @@ from shardload.units import plural
 
 
 class RowReader(Protocol):
-    """Reads ranges of rows (along dim 0) of one stored tensor; several threads may use it at once."""
+    """Reads and decodes ranges of rows (along dim 0) of one stored tensor; several threads may use it at once."""
 
     @property
     def paths(self) -> tuple[Location, ...]:
@@ -45,7 +45,7 @@ class RowReader(Protocol):
 
     @property
     def row_alignment(self) -> int:
-        """Rows per independently decodable unit; ranges should start at multiples of it."""
+        """Number of rows that are decoded together: a range that does not start at a multiple of it decodes more."""
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
         """Read rows ``[start, stop)``, C-contiguous, in the tensor's dtype.
@@ -56,19 +56,19 @@ class RowReader(Protocol):
 
 
 class EncodedRows(ABC):
-    """A `RowReader` of data that always can be decoded (GGUF), so a file is verified by reading its bytes alone."""
+    """A `RowReader` for which any bytes decode (GGUF): to verify or compare files, it is enough to read the bytes."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """(file, offset, number of bytes) of each range of stored bytes."""
+        """(file, offset, number of bytes) of each range of the tensor's stored bytes, to read them undecoded."""
 
     @property
     @abstractmethod
     def encoding(self) -> Hashable:
-        """Value that, with the stored bytes, determines the rows: if encoding and bytes are equal, so are the rows."""
+        """How the bytes are encoded, as a value to compare: if it and the stored bytes are equal, so are the rows."""
 
     @abstractmethod
     def require_decoder(self) -> None:
@@ -86,10 +86,10 @@ class Extent:
 
 
 class Codec(Protocol):
-    """Decodes the stored bytes of a chunk to its elements; several threads may use it at once."""
+    """Decodes the stored bytes of a chunk (a box of a tensor) to its elements; several threads may use it at once."""
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
-        """Return a chunk's elements, C-contiguous, in the tensor's dtype; ``stored`` is empty if it was never written.
+        """Return a chunk's elements, C-contiguous, in the tensor's dtype; ``stored`` is empty for a chunk not written.
 
         Raises a `TransferError` if the bytes cannot be decoded.
         """
@@ -100,14 +100,14 @@ class Packed:
     """Encoded elements that decode as a whole, such as a compressed zarr chunk."""
 
     path: Location
-    """The file; for inline or never written chunks, the file with their metadata."""
+    """The file with the bytes; for a chunk that is inside a header or was never written, the file with its header."""
     offset: int
-    """First byte; 0 for inline or never written chunks."""
+    """Position of the first byte in the file; 0 for chunks inside a header or never written."""
     n_bytes: int
-    """Bytes in the file; 0 for inline or never written chunks."""
+    """Number of encoded bytes in the file; 0 for chunks inside a header or never written."""
     codec: Codec
     kept: bytes = b""
-    """The encoded bytes, if they are inline in a header."""
+    """The encoded bytes, if a header contains them, so that they are read already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRows(EncodedRows):
-    """Rows of a tensor that is listed, but cannot be decoded by any package."""
+    """Rows of a tensor of an encoding that no package decodes: it can be listed and compared, but not loaded."""
 
     stored: tuple[tuple[Location, int, int], ...]
     """(file, offset, number of bytes) of each range of stored bytes; an upper limit if `is_size_known` is false."""
@@ -147,7 +147,7 @@ class UnreadableRows(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """The text of `why`: it has the name of the element type, which is all that matters besides the bytes."""
+        """The text of `why`: it has the element type's name, so tensors of equal bytes and encoding compare equal."""
         return self.why
 
     def refusal(self, tensor: str | None = None) -> UnsupportedError:
@@ -176,7 +176,7 @@ class Chunked:
     chunk_shape: tuple[int, ...]
     """Shape of every chunk, one positive number per dim of the tensor."""
     extents: Mapping[tuple[int, ...], Extent | Packed]
-    """Grid index → location of the chunk's ``prod(chunk_shape)`` row-major elements; every grid cell is present."""
+    """Index of a chunk in the grid → where its ``prod(chunk_shape)`` row-major elements are, for every chunk."""
 
     @property
     def paths(self) -> tuple[Location, ...]:
@@ -190,13 +190,13 @@ Storage = Extent | Packed | Decoded | Chunked
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One stored tensor."""
+    """One stored tensor: its name, shape and dtype, and where its elements are."""
 
     name: str
     """Its key in the checkpoint (``layers/dense/vars/0``, ``model.norm.weight``)."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    """Dtype that reading yields, including ``ml_dtypes`` types."""
+    """Dtype of the elements once they are read (decoded), which may be one of ``ml_dtypes``, such as bfloat16."""
     storage: Storage
 
     @property
@@ -216,7 +216,7 @@ class Tensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes the tensor takes up on disk; for `Chunked`, including edge chunks in full."""
+        """Bytes that the tensor takes up on disk, with chunks that extend past the tensor counted in full."""
         match self.storage:
             case Extent():
                 return self.nbytes
@@ -232,7 +232,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Manifest:
-    """The parsed headers of a checkpoint."""
+    """What the headers of a checkpoint say: its tensors, their files, and the model's configuration if there is one."""
 
     location: Location
     """The opened file or folder."""
@@ -241,7 +241,7 @@ class Manifest:
     tensors: Mapping[str, Tensor]
     """Name → tensor, in file order."""
     files: Mapping[Location, int]
-    """Each file with tensor data → its size in bytes when the headers were read."""
+    """Each file with tensor data → its size in bytes when the headers were read, to notice when it has changed."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The checkpoint's own description of the model (``config.json`` content); empty if it has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -307,7 +307,7 @@ class View:
     """Position in the stored tensor of the view's first element, in elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """For each dim of the view: how many stored elements lie between neighbours along it."""
+    """For each dim of the view: by how many stored elements the position grows from one index to the next."""
 
     @classmethod
     def whole(cls, tensor: Tensor) -> View:

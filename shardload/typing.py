@@ -1,4 +1,4 @@
-"""Types of public arguments: paths, meshes, layouts and dtypes."""
+"""Types of public arguments: meshes, layouts and dtypes, as protocols, so that this imports neither JAX nor Keras."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Mesh(Protocol):
-    """A `jax.sharding.Mesh` or a `keras.distribution.DeviceMesh`."""
+    """A `jax.sharding.Mesh` or a `keras.distribution.DeviceMesh`, passed as ``mesh=``."""
 
     @property
     def axis_names(self) -> Sequence[Any]:
@@ -26,7 +26,7 @@ class Mesh(Protocol):
 
 
 class LayoutMap(Protocol):
-    """A `keras.distribution.LayoutMap`."""
+    """A `keras.distribution.LayoutMap`, passed as ``layout=``: layouts by patterns of variables' paths."""
 
     @property
     def device_mesh(self) -> Any:
@@ -57,7 +57,7 @@ class DTypePolicy(Protocol):
 
 
 class Plan(Protocol):
-    """A `shardload.parallel.LayoutPlan`."""
+    """A `shardload.parallel.LayoutPlan`, passed as ``layout=``: a layout for every variable of one model."""
 
     @property
     def mesh(self) -> Any:

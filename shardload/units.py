@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re
 
 
 UNIT_NEEDED = 1 << 20
-"""Least number of bytes that may be given without a unit: a smaller one, such as ``16``, probably means GiB."""
+"""Smallest number of bytes that may be given without a unit: a smaller one, such as ``16``, probably means GiB."""
 
 
 def is_integer(value: object) -> bool:
@@ -41,7 +41,7 @@ def is_real(value: object) -> bool:
 
 
 def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise a `UsageError` unless an argument is an instance of ``kind``; ``expected`` is the error's text for it."""
+    """Raise a `UsageError` unless an argument is an instance of ``kind``, which the message calls ``expected``."""
     if kind is bool:
         import numpy as np  # here, as the command prints its help without it
 
@@ -78,9 +78,10 @@ def is_function(value: Any) -> bool:
 
 
 def parse_bytes(text: str | int, *, least: int = 0) -> int:
-    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int must be at least ``least``.
+    """Return the number of bytes in ``"16GiB"``, ``"1.5 GB"``, ``"512M"``, ``"17179869184"``, or an int.
 
-    Text needs a unit if the number is below 1 MiB. Raises a `ValueError` for anything else.
+    An int must be at least ``least``. Text needs a unit if the number is below 1 MiB. Raises a `ValueError` for
+    anything else.
     """
     if is_integer(text):
         return _with_unit(_positive(int(text), str(text)), str(text), least=least)
@@ -96,7 +97,7 @@ def parse_bytes(text: str | int, *, least: int = 0) -> int:
 
 
 def byte_count(argument: str, wanted: int | str, *, least: int = 0) -> int:
-    """Parse an argument as `parse_bytes` does; raise a `UsageError` that names it."""
+    """Return the number of bytes in an argument (``"16GiB"``, an int); raise a `UsageError` that names it."""
     try:
         return parse_bytes(wanted, least=least)
     except ValueError as error:
@@ -138,7 +139,7 @@ def format_count(n: int) -> str:
 
 
 def _scaled(n: int, base: int, units: tuple[str, ...], rounding: Callable[[float], int] | None = None) -> str:
-    """Format ``n`` in the first unit that gives less than 999.95, else in the last; ``""`` if it is below ``base``."""
+    """Format ``n`` with one decimal in the first unit in which it shows less than 1,000; ``""`` if below ``base``."""
     if abs(n) < base:
         return ""
     value, text = float(n), ""
@@ -200,7 +201,7 @@ _QUANTISED = r"(int8|int4|float8)\w*_from_\w+"
 
 
 def dtype_name(wanted: Any) -> Any:
-    """Return the canonical name of a dtype to load in, or of a policy; ``None`` and policy objects are unchanged."""
+    """Return the full name (``bfloat16`` for ``"bf16"``) of a dtype or policy; ``None`` and objects are unchanged."""
     if wanted is None or hasattr(wanted, "variable_dtype"):
         return wanted
     name = _canonical(wanted)
@@ -213,7 +214,7 @@ def dtype_name(wanted: Any) -> Any:
 
 
 def plain_dtype_name(wanted: Any, *, doing: str, also: Iterable[str] = ()) -> str:
-    """Return the canonical name of a dtype for tensors outside of a model; refuses Keras' policies, which need layers.
+    """Return NumPy's name of a dtype for tensors outside of a model; refuse Keras' policies, which need layers.
 
     ``doing`` completes the error "Cannot … in the dtype": ``"write"``. ``also`` are further names to accept.
     """
@@ -224,12 +225,12 @@ def plain_dtype_name(wanted: Any, *, doing: str, also: Iterable[str] = ()) -> st
 
 
 def _canonical(wanted: Any) -> str:
-    """Return the canonical name of a dtype, given as text in any spelling, ``np.dtype("float32")``, ``jnp.float32``."""
+    """Return one name for all forms of a dtype: ``float32`` for ``"fp32"``, ``np.dtype("f4")`` and ``jnp.float32``."""
     dtype = getattr(wanted, "dtype", wanted)
     text = wanted if isinstance(wanted, str) else str(getattr(dtype, "name", getattr(wanted, "__name__", wanted)))
     return _SPELLINGS.get(text.lower(), text.lower())
 
 
 def spare_bytes(n_bytes: int) -> int:
-    """Return the disk space to leave free when files of ``n_bytes`` are written: an eighth, from 1 to 64 MiB."""
+    """Return the bytes to leave free on a disk when files of ``n_bytes`` are written: an eighth, from 1 to 64 MiB."""
     return min(max(n_bytes // 8, 1 << 20), 64 << 20)

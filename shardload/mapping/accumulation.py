@@ -36,7 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A part of a load that runs another part, ``step``, and then converts the counts of batches that this assigned."""
+    """A part of a load that runs another part, ``step``, and then converts the counts of batches that it assigned."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
@@ -100,7 +100,7 @@ def _recounted(step: MappingStep, found: VariableMap, values: _Values) -> Mappin
 def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int | None:
     """Return the saved ``gradient_accumulation_steps`` of the optimizer whose count of batches is in ``tensor``.
 
-    1 if it accumulated no gradients; ``None`` if not known. ``is_innermost``: no wrapper (LossScaleOptimizer) has it.
+    1 if it accumulated no gradients; ``None`` if not known. ``is_innermost``: the optimizer wraps no other one.
     """
     structure = manifest.metadata.get("structure")
     if structure is not None:

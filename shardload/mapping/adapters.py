@@ -35,7 +35,7 @@ from shardload.units import plural
 
 
 def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return ``found`` without the zeros that Keras' layers would assign to LoRA adapters: these keep their values."""
+    """Return ``found`` without Keras' zeros for LoRA adapters, which its files never store: these keep their values."""
     pairs = adapters_of(lora_layers(model))
     zeroed = {id(v) for c in found.computed for v in c.variables}
     pairs = [pair for pair in pairs if zeroed.issuperset(map(id, pair))]
@@ -67,7 +67,7 @@ def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> Va
 
 
 def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return ``found`` with advice for an error, if the checkpoint lacks the model's adapters: enable LoRA later."""
+    """Return ``found`` with advice (enable LoRA after the load) if the checkpoint lacks the model's LoRA adapters."""
     layers = lora_layers(model)
     left = {id(v) for v in found.missing_variables} | {id(v) for _, v in found.refused}
     if found.advice or left.isdisjoint(id(v) for pair in adapters_of(layers) for v in pair):

@@ -41,7 +41,7 @@ _ROWS_BYTES = 1 << 20
 def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Iterator[Path | None]:
     """Copy the files that layers saved into a temporary folder; yield the folder, or ``None`` if there are no files.
 
-    So damaged files are found before the model changes: ``check`` compares the bytes with their checksums. Refuses a
+    Damaged files are thus found before the model changes: ``check`` compares the bytes with their checksums. Refuses a
     file whose path leaves its folder, or whose declared size far exceeds what is stored.
     """
     files = _files(manifest, check)

@@ -143,7 +143,7 @@ class Assigner:
         self._before.clear()
 
     def abort(self) -> Interrupted:
-        """End a failed load: release received arrays, restore old values if ``atomic``; tell what each variable has."""
+        """End a failed load: release received arrays, restore old values if ``atomic``; return what is new or old."""
         self._arrays.clear()
         self._waiting.clear()
         if self.atomic:

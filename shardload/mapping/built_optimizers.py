@@ -88,7 +88,7 @@ def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, pair
 
 
 def needs_roles(paired: Paired, manifest: Manifest, optimizer: Any) -> bool:
-    """Whether to restore an archive's optimizer by what each variable is for: by position, Keras would fail or err."""
+    """Whether to restore an archive's optimizer by what each variable is for: by position, Keras would mix them up."""
     if not optimizer.built and not is_untrained(paired, manifest, None):
         return True
     # Keras would warn that the file has nothing for the optimizer inside.
@@ -120,10 +120,11 @@ def _saved_optimizer(model: Any, manifest: Manifest) -> Any:
 def slots_as_stored(
     model: Any, manifest: Manifest, *, rename: Mapping[str, str] | None = None, strict: bool = True
 ) -> Iterator[None]:
-    """Create the slots of a model's unbuilt optimizers if the checkpoint has them; remove them if the block raises.
+    """Create the slots (momentums) that a model's optimizers lack and the checkpoint has; remove them on an error.
 
-    An optimizer that cannot be restored from the saved state gets none. This is judged by the roles of the saved slots
-    (`Role`); where they are not known, by the optimizer's class and number of variables.
+    The load in the ``with`` block can then restore an optimizer that has never trained. An optimizer that does not fit
+    the saved state gets no slots. This is judged by the roles of the saved slots (what each is for); where they are not
+    known, by the optimizer's class and number of variables.
     """
     before: list[OptimizerState] = []
     is_step = spec_of(manifest).tensor_names == "step"

@@ -49,7 +49,7 @@ _NO_STATE = (
 
 
 def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
-    """Map each tensor to the variable that ``names`` says, else to the one whose path or Keras key is its name."""
+    """Map each tensor to the variable in ``names``, else to the one whose path, or key in Keras' files, is its name."""
     variables: dict[str, list[Variable]] = {}
     for variable in state_of(model):
         variables.setdefault(variable.path, []).append(variable)

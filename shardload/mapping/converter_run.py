@@ -59,7 +59,7 @@ class Run:
     manifest: Manifest
     prefix: str | None
     float_casts: FloatCasts = "viewed"
-    """``"computed"``: as the converter rounds float values; ``"viewed"``: variables get them as they are stored."""
+    """``"viewed"``: variables get float values as they are stored; ``"computed"``: as the converter rounds them."""
 
     def __call__(self, loader: Loader) -> str:
         """Call the function with ``loader``; return what it printed, which is how converters warn."""
@@ -102,7 +102,7 @@ class Loader(contextlib.ExitStack):
 
 @dataclass(slots=True, eq=False)
 class ConverterAssign:
-    """A recorded assignment of a value to a variable by a converter."""
+    """One assignment that a converter made in its first run: a variable, and which tensors the value is from."""
 
     variable: Variable
     view: View | None
@@ -113,7 +113,7 @@ class ConverterAssign:
 
 @dataclass(slots=True)
 class Recording:
-    """What a converter requested and assigned in one run."""
+    """What a converter requested from the checkpoint and assigned to variables in its first run."""
 
     run: Run
     assigned: list[ConverterAssign] = field(default_factory=list)

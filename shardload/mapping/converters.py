@@ -44,7 +44,7 @@ from shardload.units import plural
 
 
 def map_hub(model: Any, manifest: Manifest, *, float_casts: FloatCasts = "viewed") -> VariableMap:
-    """Map a Hugging Face (or GGUF) checkpoint by running KerasHub's converter, whose values are not read yet.
+    """Map a Hugging Face (or GGUF) checkpoint by running KerasHub's converter on arrays without data.
 
     With ``"viewed"``, its casts between float dtypes are ignored: variables get the stored values, not rounded ones.
     """

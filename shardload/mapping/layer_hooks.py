@@ -49,7 +49,7 @@ def has_keras_hook(saveable: Any) -> bool:
 
 
 class Entry:
-    """The mapping that ``load_own_variables`` gets as its ``store``: key → value, which is read when accessed."""
+    """What ``load_own_variables`` gets as its ``store`` instead of an HDF5 group: key → value, read when accessed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[str], Any]) -> None:
         self._tensors = tensors
@@ -85,7 +85,7 @@ class LayerStep:
     computing: frozenset[str]
     """Names of the tensors whose values the hook gets, because it computes with them; others are placeholders."""
     bindings: tuple[Binding, ...]
-    """Which elements of which tensor the hook assigns to a variable, for each such variable: what it assigns last."""
+    """For each variable that the hook assigns elements of a tensor to: which elements; the last assignment counts."""
     variables: tuple[Variable, ...]
     """Variables to which the hook assigns values that it computes."""
     kept: tuple[Variable, ...] = ()
@@ -178,7 +178,7 @@ class LayerStep:
 
     @staticmethod
     def _refuse_overflow(variable: Variable, value: Any) -> None:
-        """Raise an error if computed integers do not fit in the integer dtype of their variable."""
+        """Raise an error if integers that a hook computed do not fit in their variable: an int64 count in an int32."""
         wanted, found = stored_dtype(variable), getattr(value, "dtype", None)
         if not isinstance(value, np.ndarray) or found == wanted or {value.dtype.kind, wanted.kind} - {"i", "u"}:
             return
@@ -365,7 +365,7 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Record a hook once more, with the values in ``real`` instead of placeholders; ``traced``: with tracers."""
+        """Record a hook once more, with the values in ``real`` for some placeholders; ``traced``: in JAX's trace."""
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

@@ -33,7 +33,7 @@ UNTRAINED = "the step was saved before training and has no optimizer slots; the 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A tensor of the step that no variable of the model corresponds to."""
+    """A tensor of the step that no variable of the model corresponds to, so that it is reported as not used."""
 
     tensor: str
     kind: str
@@ -41,7 +41,7 @@ class Left:
     part: str = ""
     is_core: bool = False
     weight: str | None = None
-    """For a slot: key of its weight in the model, if the weight's other slots must begin as new because of this one."""
+    """For a slot that the model lacks: key of its weight, if the weight's other slots must therefore begin as new."""
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
@@ -244,7 +244,7 @@ def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired
 
 
 def _without(paired: Paired, optimizer: str | None) -> Paired:
-    """Return a copy of ``paired`` that lists none of an optimizer's variables as missing, which may be an error."""
+    """Return a copy of ``paired`` in which an optimizer's variables are not missing: they keep their values instead."""
     missing = (m for m in paired.missing if m.kind not in OPTIMIZER_KINDS or m.role.optimizer != optimizer)
     return replace(paired, missing=tuple(missing))
 

@@ -63,7 +63,7 @@ class Sorted:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A constant that models compute, but old `transformers` stored: known by the end of its name, and by ``fits``."""
+    """A constant (a causal mask) that old `transformers` stored, known by ``suffix`` (end of its name) and ``fits``."""
 
     suffix: str
     fits: Callable[[Tensor], bool]

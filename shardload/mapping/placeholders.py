@@ -39,9 +39,9 @@ from shardload.transfer.casts import is_float
 from shardload.units import exact_bytes
 
 FloatCasts = Literal["computed", "viewed"]
-"""What casting a placeholder to another floating dtype returns: a computed value, or the placeholder itself."""
+"""A cast of a placeholder between floating dtypes gives a computed value, or is ignored: the placeholder itself."""
 _MINCORE_PAGES = 1 << 20
-"""Number of memory pages to ask `mincore` about at a time: it returns one byte for each page."""
+"""Number of memory pages for one call of ``mincore``, which fills a byte per page: whether it was ever read."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _AddressRange:
 
     @property
     def is_referenced(self) -> bool:
-        """Whether an array in this address range still exists; frees the range if none does."""
+        """Whether loading code still has an array in this address range; frees the range if it has none."""
         try:
             self.pages.close()
         except BufferError:
@@ -62,13 +62,13 @@ class _AddressRange:
 
 @dataclass(slots=True)
 class Reservations:
-    """The placeholders of one recording, and how loading code used them."""
+    """The placeholders that loading code got while it was recorded, and how it used them."""
 
     float_casts: FloatCasts = "computed"
     used: set[str] = field(default_factory=set)
-    """Tensors that were used in a computation, or whose placeholders were still referenced at the end."""
+    """Tensors whose values loading code needs: those in `computed`, and those that it still refers to at the end."""
     computed: set[str] = field(default_factory=set)
-    """Tensors that were used in a computation."""
+    """Tensors that loading code computed with: it read their memory, or called a function of NumPy with them."""
     rounding: dict[str, str] = field(default_factory=dict)
     """Tensor that loading code casts to a less precise floating dtype → that dtype."""
     _ranges: list[_AddressRange] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Reservations:
         return array
 
     def locate(self, value: Any) -> View | None:
-        """Return which elements of which tensor the array ``value`` is, by its address; ``None`` if it is no view."""
+        """Return which elements of which tensor ``value`` is, by its address; ``None`` if it was computed."""
         if not isinstance(value, np.ndarray):
             return None
         # The last range that starts at or before the address; a tensor without elements still has one byte.
@@ -106,7 +106,7 @@ class Reservations:
         self._ranges.clear()
 
     def derive(self, shape: Sequence[int], dtype: np.dtype[Any], tensors: frozenset[str]) -> Reserved:
-        """Return a placeholder for the result of a computation with ``tensors``."""
+        """Note that ``tensors`` were computed with, and return a placeholder for the result."""
         self.computed.update(tensors)
         self.used.update(tensors)
         array, _ = _reserve(tuple(shape), dtype, name=", ".join(sorted(tensors)))
@@ -144,7 +144,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a view of the placeholder if the cast changes nothing or is ignored (`FloatCasts`), else a new one."""
+        """Return a view if the cast changes nothing or is to be ignored, else a placeholder for the cast values."""
         wanted = np.dtype(dtype)
         owner = self.reservations
         if wanted == self.dtype:
@@ -180,11 +180,11 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
 
 
 CASTS = casts_by_astype(Reserved)
-"""Patches: while applied, functions of NumPy and Keras cast a placeholder by its `astype` instead of reading it."""
+"""Patches of NumPy's and Keras' casts: while applied, they call a placeholder's `astype`, without reading memory."""
 
 
 def tensors_behind(value: Any) -> frozenset[str]:
-    """Return the names of the stored tensors that a value was computed from; empty if they are not known."""
+    """Return the names of the tensors that a value was computed from; empty unless it is a placeholder."""
     return value.tensors if isinstance(value, Reserved) else frozenset()
 
 
@@ -226,7 +226,7 @@ def _plain(values: Any) -> Any:
 
 
 _ADDRESS_SPACE_BYTES = 1 << 47
-"""Bytes that a process can address on x86-64 and on most ARM systems."""
+"""Bytes that a process can address on x86-64 and most ARM systems: raising ``ulimit -v`` helps only up to here."""
 
 
 def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tuple[Reserved, mmap.mmap]:
@@ -269,7 +269,7 @@ def _as_view(value: NDArray[Any], found: _AddressRange) -> View | None:
 
 
 def _touched(start: int, nbytes: int) -> bool:
-    """Whether any page of an anonymous mapping has been read: reading is what makes a page resident."""
+    """Whether any memory page of a placeholder has been read: only that makes it resident, which the kernel reports."""
     pages = -(-nbytes // mmap.PAGESIZE)  # rounded up
     for first in range(0, pages, _MINCORE_PAGES):
         count = min(_MINCORE_PAGES, pages - first)

@@ -46,7 +46,7 @@ AVERAGE = "model_variables_moving_average"
 """The attribute of an optimizer with the moving averages of the weights (``use_ema``)."""
 RATE = "learning_rate"
 WRAPPER = "wrapper/"
-"""Prefix that `part_of` returns for variables of a ``LossScaleOptimizer`` itself: ``wrapper/dynamic_scale``."""
+"""How names of a ``LossScaleOptimizer``'s own attributes begin here, unlike those of the optimizer that it wraps."""
 _ADAM = {"momentums": "first moment", "velocities": "second moment", "velocity_hats": "largest second moment"}
 _OWN: Mapping[str, str] = {}
 _SHARED: Mapping[str, Mapping[str, str]] = {
@@ -55,7 +55,7 @@ _SHARED: Mapping[str, Mapping[str, str]] = {
     "RMSprop": {"velocities": "second moment"},
     **dict.fromkeys(("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Muon", "SGD", "ScheduleFreeAdamW"), _OWN),
 }
-"""Class of Keras → attribute → what its slots contain (``second moment``), if other classes have such slots too."""
+"""Class of optimizer in Keras → attribute → quantity in its slots, if several classes have slots of that quantity."""
 SLOT_KINDS = frozenset(_SHARED)
 _BY_SUFFIX = {
     "average": AVERAGE,
@@ -67,7 +67,7 @@ _BY_SUFFIX = {
 _SCALARS = ("iteration", RATE, "step_counter", "dynamic_scale")
 _OF_EVERY_CLASS = {AVERAGE, "accumulated_gradients"}
 _MAY_BEGIN_LATER = {*_OF_EVERY_CLASS, "velocity_hats"}
-"""Attributes whose slots may begin as new although iterations are restored: the values do not depend on iterations."""
+"""Attributes whose slots may begin as new in a restored optimizer: its count of iterations does not matter for them."""
 _OF_OPTIONS: Mapping[str, frozenset[str]] = {
     "RMSprop": frozenset({"momentums", "average_gradients"}),
     "SGD": frozenset({"momentums"}),
@@ -84,11 +84,11 @@ class Role:
     kind: str
     """What the variable is: ``weight``, ``seed``, ``slot``, ``optimizer`` (a count, a rate) or ``metric``."""
     key: str
-    """Structural key of the variable, such as ``layers/dense/vars/0``; unique among the roles of its kind."""
+    """Name that is the same in any process, such as ``layers/dense/vars/0``; unique among the roles of its kind."""
     slot: str | None = None
     """For a slot: the attribute of the optimizer that contains it, such as ``momentums``."""
     of: str | None = None
-    """For a slot: key of its weight. For a count or rate in a ``MultiOptimizer``: key of the first weight it is for."""
+    """Key of the weight that a slot is for; for counts and rates in a ``MultiOptimizer``, of their first weight."""
     name: str | None = None
     """For a variable of a metric: the metric's name."""
     optimizer: str | None = None
@@ -96,7 +96,7 @@ class Role:
 
 
 def roles_of(model: Any) -> dict[int, Role]:
-    """Return ``id(variable)`` → role for every variable of ``model`` that a training step stores."""
+    """Return ``id(variable)`` → role for every variable of ``model`` that a step stores, its optimizers' included."""
     roles = _weights(model)
     keys = {i: role.key for i, role in roles.items()}
     optimizer = getattr(model, "optimizer", None)
@@ -128,7 +128,7 @@ def _weights(model: Any) -> dict[int, Role]:
 
 
 def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
-    """Return ``id(variable)`` → role for an optimizer's variables; ``weights`` is ``id(weight)`` → key."""
+    """Return ``id(variable)`` → role for an optimizer's variables; ``weights`` has the key of each weight by ``id``."""
     roles: dict[int, Role] = {}
     own = {id(v) for v in optimizer.variables}
     for attribute, value in vars(optimizer).items():
@@ -151,7 +151,7 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
 
 
 def owner_in(role: Role) -> str | None:
-    """Return which part of a ``MultiOptimizer`` a slot belongs to (``inner_optimizers/1/Adam``), else ``None``."""
+    """Return which optimizer of a ``MultiOptimizer`` has a slot (``inner_optimizers/1/Adam``), else ``None``."""
     return None if role.slot is None or _INNER not in role.slot else role.slot.rpartition("/")[0]
 
 
@@ -197,7 +197,7 @@ def _numbered(variables: Sequence[Variable]) -> Iterator[tuple[str, Variable]]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
-    """The class of an optimizer, and whether it is wrapped: they decide what the keys of its variables mean."""
+    """The class of an optimizer, and whether it is wrapped: needed to compare its variables with another one's."""
 
     kind: str | None = None
     """Name of the optimizer's class in Keras; ``""`` if the class is not Keras' own, ``None`` if it is not known."""
@@ -206,11 +206,11 @@ class OptimizerForm:
 
 
 Forms = Mapping[str | None, OptimizerForm]
-"""Path of an optimizer in a model, as in `Role.optimizer` → its `OptimizerForm`."""
+"""Path of an optimizer in a model (``None`` for the compiled one) → its class, and whether it is wrapped."""
 
 
 def forms_of(roles: Iterable[Role], kinds: Mapping[str, str]) -> Forms:
-    """Return the `OptimizerForm` of each optimizer, from its variables' roles; ``kinds`` is path → class."""
+    """Return the form (class, wrapped or not) of each optimizer that has ``roles``; ``kinds`` is path → class."""
     found: dict[str | None, OptimizerForm] = {}
     for role in roles:
         if role.kind in ("slot", "optimizer"):
@@ -226,7 +226,7 @@ def kind_in(forms: Forms, role: Role) -> str | None:
 
 
 def part_of(role: Role, forms: Forms) -> str:
-    """Return the optimizer's attribute that contains a variable, such as ``momentums`` or ``learning_rate``."""
+    """Return the optimizer's attribute that contains a variable: ``momentums``, ``inner_optimizers/Adam/momentums``."""
     name, form = _name(role), forms.get(role.optimizer, OptimizerForm())
     # The wrapper has a count and a rate of its own, which Keras does not use.
     if form.is_wrapped and not name.startswith(_WRAPPED):
@@ -237,20 +237,20 @@ def part_of(role: Role, forms: Forms) -> str:
 
 
 def meaning_of(part: str, kind: str | None) -> str:
-    """Return what the slots in an attribute contain: ``first moment``. Slots fit another optimizer if this is equal."""
+    """Return the quantity in an attribute's slots, ``first moment``: optimizers can exchange slots if it is equal."""
     if not kind or part in _OF_EVERY_CLASS:
         return part
     return _SHARED.get(kind, _OWN).get(part, f"{kind} {part}")
 
 
 def part_of_name(name: str) -> str:
-    """Return `part_of` for a variable, from its name alone: ``velocities`` for ``dense_kernel_velocity``."""
+    """Return the attribute that contains an optimizer's variable, by name: ``velocities`` for ``kernel_velocity``."""
     found = (part for suffix, part in _BY_SUFFIX.items() if name.endswith(f"_{suffix}"))
     return name if name in _SCALARS else next(found, name)
 
 
 def is_scalar(part: str) -> bool:
-    """Whether ``part`` (from `part_of`) is a single number of an optimizer, such as ``iteration``, and not slots."""
+    """Whether an optimizer's attribute is a single number, such as ``iteration``, and does not contain slots."""
     return part in _SCALARS
 
 
@@ -261,13 +261,13 @@ def kind_of_name(name: str) -> str | None:
 
 
 def is_core(part: str, kind: str | None) -> bool:
-    """Whether slots in the attribute ``part`` must be restored if iterations are: else, updates would be wrong."""
+    """Whether iterations must not be restored without the slots in ``part`` (Adam's velocities): updates go wrong."""
     own = part.removeprefix(_INNER).partition("/")[0] if part.startswith(_INNER) else kind
     return attribute_of(part) not in _MAY_BEGIN_LATER | _OF_OPTIONS.get(own or "", frozenset())
 
 
 def attribute_of(part: str) -> str:
-    """Return the attribute in a result of `part_of`: ``momentums`` for ``inner_optimizers/Adam/momentums``."""
+    """Return an attribute without the optimizer it is in: ``momentums`` for ``inner_optimizers/Adam/momentums``."""
     return part.rpartition("/")[2] if part.startswith(_INNER) else part
 
 

@@ -26,41 +26,41 @@ from shardload.units import plural
 
 _ACCUMULATES = "gradient_accumulation_steps"
 _VERSION = 1
-"""Version of ``structure.json``."""
+"""Version of the format of ``structure.json``, which lists the leaves of a step with their roles."""
 WEIGHT_ITEMS = ("trainable_variables", "non_trainable_variables")
 """The groups of variables that a step contains if it was saved with ``save_weights_only``."""
 
 
 Identity = tuple[str, str, str]
-"""(kind, optimizer and slot, key of the weight): a stored leaf and a variable are paired if these are equal."""
+"""What a stored leaf and a variable must have in common: ``("slot", ":first moment", "layers/dense/vars/0")``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateLeaf:
-    """One variable of a model: its place in the tree and its role."""
+    """One variable of a model: its place in the tree that a step stores, and its role (what it is for)."""
 
     path: tuple[str, ...]
     """Unique path in the tree: ``("trainable_variables", "dense", "kernel")``."""
     role: Role
     shape: tuple[int, ...]
     dtype: str
-    """Stored dtype, such as ``bfloat16``."""
+    """Dtype of the variable and of what is stored for it, such as ``bfloat16``."""
     variable: Variable
     accumulates: int | None = None
-    """If the leaf is an optimizer's count of batches: the optimizer's ``gradient_accumulation_steps``."""
+    """For an optimizer's count of batches: its ``gradient_accumulation_steps``, with which it counts updates."""
 
     @property
     def kind(self) -> str:
-        """``weight``, ``seed``, ``slot``, ``optimizer`` or ``metric``."""
+        """What the variable is: ``weight``, ``seed``, ``slot``, ``optimizer`` (a count, a rate) or ``metric``."""
         return self.role.kind
 
     @property
     def key(self) -> str:
-        """Structural key of the variable, such as ``layers/dense/vars/0``; unique within its kind."""
+        """Name that is the same in any process, such as ``layers/dense/vars/0``; unique within its kind."""
         return self.role.key
 
     def to_json(self) -> dict[str, Any]:
-        """Return the leaf's entry in ``structure.json``."""
+        """Return the leaf's entry in ``structure.json``, the file in a step that tells what its arrays are for."""
         role = {k: v for k in ("slot", "of", "name", "optimizer") if (v := getattr(self.role, k)) is not None}
         place = {"path": list(self.path), "kind": self.kind, "key": self.key}
         accumulates = {} if self.accumulates is None else {_ACCUMULATES: self.accumulates}
@@ -73,7 +73,7 @@ class StateTree:
 
     leaves: tuple[StateLeaf, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of layers that the model's configuration omits (see `layer_settings`)."""
+    """Path of a layer → settings that the model's configuration omits: frozen, quantised, LoRA's rank."""
     left_out: tuple[StateLeaf, ...] = ()
     """Weights of the model that a partial step does not store, and their slots."""
     optimizers: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class StateTree:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The current values in nested dicts, not copied. Omits arrays without elements, which Orbax refuses."""
+        """The current values in nested dicts, to be written; not copied. Omits empty arrays, which Orbax refuses."""
         empty = [leaf.variable.path for leaf in self.leaves if not has_value(leaf.variable)]
         if empty:
             shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
@@ -112,19 +112,19 @@ class StateTree:
         return replace(self, leaves=kept, left_out=rest)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of ``structure.json``."""
+        """Return the content of ``structure.json``, the file in a step that tells what its arrays are for."""
         found = {"version": _VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.settings)}
         found |= {"optimizers": dict(self.optimizers)} if any(leaf.kind == "optimizer" for leaf in self.leaves) else {}
         return found | ({"left_out": [leaf.to_json() for leaf in self.left_out]} if self.left_out else {})
 
     def still_describes(self, model: Any) -> bool:
-        """Whether the model still has the variables of this tree, in the same groups, so that it can be used again."""
+        """Whether the model still has this tree's variables, in the same order, so that the next step can use it."""
         now = [id(v) for _, variables in _variables_by_group(model) for v in variables]
         return now == [id(leaf.variable) for leaf in self.leaves]
 
 
 def _weight_of(leaf: StateLeaf) -> str | None:
-    """Return the key of the weight that a leaf is, or that a slot belongs to."""
+    """Return the key of the weight that a leaf is, or whose slot it is; ``None`` for other leaves."""
     return leaf.key if leaf.kind == "weight" else leaf.role.of if leaf.kind == "slot" else None
 
 
@@ -167,7 +167,7 @@ def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
 
 
 def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
-    """Return a variable's path, with a number if it would equal another one once Orbax joins its parts with dots."""
+    """Return a unique path for a variable; add it to ``taken``. Orbax joins parts with dots: ``a/b`` equals ``a.b``."""
     # `taken` has each path ("a.b.c"), and with a slash at its end each node above it ("a.b/").
     first, *rest = path.split("/")
     *start, last = path.split("/")
@@ -187,14 +187,14 @@ def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One leaf of a step, as listed in ``structure.json``."""
+    """One stored array (leaf) of a step, as listed in ``structure.json``: its place in the step, and its role."""
 
     path: tuple[str, ...]
     role: Role
     shape: tuple[int, ...]
     dtype: str
     accumulates: int | None = None
-    """As in `StateLeaf`; also ``None`` in steps that older versions of shardload saved."""
+    """For an optimizer's count of batches: its ``gradient_accumulation_steps``; ``None`` if an older step lacks it."""
 
     @classmethod
     def of_json(cls, leaf: Mapping[str, Any]) -> Stored:
@@ -214,7 +214,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Stored leaves paired with variables."""
+    """The leaves of a step paired with the variables of a model in which it is restored."""
 
     pairs: tuple[tuple[Stored, StateLeaf], ...]
     """Leaves and variables with the same role; shapes and dtypes may differ."""
@@ -229,7 +229,7 @@ class Pairing:
     rename: Mapping[str, str] = field(default_factory=dict)
 
     def weight_of(self, stored: Stored) -> str:
-        """Return the model's key of the weight that a stored slot belongs to."""
+        """Return the key of a stored slot's weight in the model: the stored key, with its prefix renamed."""
         return renamed_key(stored.role.of or "", self.rename)
 
 
@@ -263,7 +263,7 @@ def find_stored(
 
 
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
-    """Return ``wanted`` with numbers (``:variables/3``) as identities if a step has them (``MultiOptimizer``)."""
+    """Return ``wanted`` with numbers (``:variables/3``) as identities where a step has these: for a MultiOptimizer."""
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
         older = ("optimizer", f":variables/{position}", "")
@@ -275,9 +275,10 @@ def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, St
 def _by_shared_weights(
     wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]
 ) -> dict[Identity, StateLeaf]:
-    """Return ``wanted`` with the stored identity of counts and rates in a ``MultiOptimizer``.
+    """Return ``wanted``, in which counts and rates in a ``MultiOptimizer`` have the identity that the step gives them.
 
-    Their identity has the first weight that an inner optimizer trains. If that has changed, it is found by its slots.
+    An identity (by which leaves and variables are paired) has the first weight that such an optimizer trains. If that
+    weight has changed, the optimizer is found by its slots.
     """
     scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
     found: dict[Identity, StateLeaf] = {}
@@ -318,7 +319,7 @@ def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> Identity:
 
 
 def renamed_key(key: str, rename: Mapping[str, str]) -> str:
-    """Replace the longest prefix of ``key`` that is in ``rename``; a prefix consists of whole parts between slashes."""
+    """Replace the longest prefix of ``key`` that is in ``rename``; parts between slashes count as a whole."""
     for old in sorted(rename, key=len, reverse=True):
         if key == old or key.startswith(f"{old}/") or not old:
             rest = key[len(old) :].lstrip("/")

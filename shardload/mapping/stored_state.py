@@ -68,7 +68,7 @@ _KINDS = {
 }
 _OPTIMIZER_GROUP, _SCALING = "optimizer_variables", "loss_scale_optimizer"
 _MINOR = {"seed", "metric"}
-"""Kinds of leaves that may be missing or unused without an error, because they change no weight."""
+"""Kinds of leaves that the step or the model may lack without an error, because weights do not depend on them."""
 _GROUPS = {
     "trainable_variables": "weight",
     "non_trainable_variables": "weight",
@@ -87,7 +87,11 @@ def map_state(
     names: Mapping[str, str] | None = None,
     has_base: bool = False,
 ) -> VariableMap:
-    """Map a step's leaves to variables. ``has_base``: another checkpoint has the weights that a partial step lacks."""
+    """Map the leaves of a step (those in ``items``) to variables, by role, or by name where the step has no roles.
+
+    ``rename``: prefixes of stored keys → the model's. ``names``: tensor → path of its variable. ``has_base``: another
+    checkpoint has the weights that a partial step lacks, so the model need not have values for them.
+    """
     if items not in get_args(Items):
         raise UsageError(f"items={items!r} is not valid, expected one of {', '.join(get_args(Items))}")
     others = items == "optimizer" and other_optimizers(model)
@@ -186,7 +190,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> Paired
 def _in_another_optimizer(
     names: Iterable[str], leaves: Iterable[StateLeaf], kinds: Mapping[str, str]
 ) -> dict[str, StateLeaf]:
-    """Pair stored names (``adam_1/…``) with the compiled optimizer's (``adam/…``), by what comes after the slash."""
+    """Pair an optimizer's stored names (``adam_1/…``) with the model's (``adam/…``), by what comes after the slash."""
     own = [leaf for leaf in leaves if leaf.path[0] == _OPTIMIZER_GROUP and leaf.role.optimizer is None]
     own = [leaf for leaf in own if not leaf.path[1].startswith(_SCALING)]
     stored = [tuple(name.split("/")) for name in names]

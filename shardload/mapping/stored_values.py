@@ -32,18 +32,18 @@ LIMIT_BYTES = 8 << 20
 _KINDS = "biufcSU"
 
 _Values = Mapping[str, Mapping[str, NDArray[Any]]]
-"""Path of an object → key → value."""
+"""Path of a layer (or another object with such values) → key in its ``store`` → value."""
 
 
 def values_to_json(hooked: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return what objects save besides variables, as entries of ``structure.json``; and sentences on what is lost."""
+    """Return what layers save besides variables, as entries of ``structure.json``; and notes on what cannot be one."""
     return _to_entries((path, saveable, values_besides_variables(saveable)) for path, saveable in hooked)
 
 
 def file_values_to_json(
     model: Any, manifest: Manifest, *, variables: Container[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return what a Keras file has besides variables, as entries of ``structure.json``; and notes on what is lost."""
+    """Return what a Keras file has besides ``variables``, as entries of ``structure.json``; and notes on the rest."""
     hooked = []
     for path, saveable in with_own_hooks(model):
         group = f"{path}/vars/" if path else "vars/"
@@ -100,7 +100,7 @@ def stored_values(manifest: Manifest) -> _Values:
 
 
 def lacking_values(model: Any, values: _Values, *, where: str = "the step") -> tuple[str, ...]:
-    """Return a sentence for each layer that saves values besides its variables, if a checkpoint lacks these values."""
+    """Return a note for each layer that saves more than variables, if ``values`` (those of a checkpoint) lacks it."""
     found: list[str] = []
     for path, saveable in with_own_hooks(model):
         stored = values.get(path, {})
@@ -119,7 +119,7 @@ def unstored_hook(model: Any, layer: Any, values: _Values) -> str | None:
 
 
 def load_stored_values(model: Any, manifest: Manifest, *, strict: bool) -> tuple[str, ...]:
-    """Load what layers saved besides variables in a step, by their ``load_own_variables``; return notes."""
+    """Load what layers saved besides variables in a step, by their ``load_own_variables``; note what was not loaded."""
     values = stored_values(manifest)
     objects = dict(saved_objects(model)) if values else {}
     notes = []

@@ -5,8 +5,8 @@ stored once but reachable twice are found where Keras finds them::
 
     manifest "layers/dense/vars/0" ─► entry("layers/dense")["0"] = reserved ─► layer.kernel.assign(view of it)
 
-Each call is a `Visit` of `layer_hooks`. A visit that only viewed its tensors becomes bindings; one that
-computed becomes a `LayerStep` that later gets the real bytes.
+Each call is a `Visit` of `layer_hooks`. Each part of a tensor that it assigned becomes a binding, which is read into a
+sharded array. In the load, a `LayerStep` calls the hook again: it assigns these arrays, and computes other values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _TASK = "task:"
 
 
 def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
-    """Map the tensors of a Keras file to the variables of ``model`` to which the layers' own hooks assign them."""
+    """Map a Keras file's tensors to the variables to which each layer's own ``load_own_variables`` assigns them.
+
+    Without ``optimizer``, the state of the compiled optimizer is left out.
+    """
     # A preset of KerasHub stores a task's own layers in a second file, whose tensors the manifest prefixes.
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
@@ -153,7 +156,7 @@ def _declined(visit: Visit) -> list[str]:
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
-    """Return the visits (calls of hooks) without error; for objects with none, the one that had the most tensors."""
+    """Return the visits (calls of hooks) without error; then, for layers without such a visit, the one to report."""
     # Keras visits the parents of what failed again, so the last visit of an object counts.
     good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())
     done = {id(v.saveable) for v in good}
@@ -167,7 +170,7 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
-    """Return each variable's binding to the last view assigned to it, and a step for each visit that a load repeats."""
+    """Return which part of a tensor each variable gets (as assigned last), and the calls that the load repeats."""
     # A variable that is reached twice (tied layers, a hook that assigns again) keeps the last value, as in Keras.
     last: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:
@@ -195,7 +198,7 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:
-    """Return the mismatches of a failed visit; none if Keras' hook got no tensors: then variables are just missing."""
+    """Return what to report of a failed visit; nothing if Keras' hook got no tensors: then variables are missing."""
     if not visit.tensors and has_keras_hook(visit.saveable):
         return []
     own = stored_variables(visit.saveable)

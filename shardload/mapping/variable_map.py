@@ -29,7 +29,7 @@ from shardload.transfer.planning import Binding
 
 
 def unsharded_binding(variable: Variable, view: View, names: Mapping[int, str]) -> Binding:
-    """Return a variable's binding to its view of a tensor, not sharded yet; ``names`` are from `variable_names`."""
+    """Return the binding of a variable (which elements of which tensor it gets); layouts are added to it later."""
     return Binding.unsharded(names[id(variable)], view, stored_dtype(variable), variable)
 
 
@@ -45,14 +45,14 @@ class Computed:
     """Names of the tensors that the code needs whole; empty if it needs none (LoRA's zeros)."""
 
     def without(self, others: Mapping[int, Variable]) -> Computed:
-        """Return a copy of this record without the variables whose ``id`` is in ``others``."""
+        """Return a copy without the variables whose ``id`` is in ``others``, because they keep their values."""
         left = [(name, v) for name, v in zip(self.names, self.variables, strict=True) if id(v) not in others]
         return replace(self, names=tuple(name for name, _ in left), variables=tuple(v for _, v in left))
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A variable and a tensor that disagree, or a layer whose hook failed."""
+    """An error of the mapping: a variable and a tensor disagree, or a layer's ``load_own_variables`` failed."""
 
     variable: str
     tensor: str
@@ -76,29 +76,29 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A variable of an optimizer that gets its initial value, while others of that optimizer are restored."""
+    """An optimizer's variable that the checkpoint lacks, while others are restored: it gets its initial value."""
 
     variable: Variable
     attribute: str
     """The attribute of the optimizer that contains the variable: ``momentums``."""
     start: Start | None
-    """The variable's value in a new optimizer; ``None`` if not known."""
+    """The variable's value in a new optimizer: a number, an initializer, or that of a weight; ``None`` if not known."""
 
 
 class Runtime(Protocol):
-    """The operations that a `Step` of a load may use while it runs."""
+    """What a part of a load (a `MappingStep`) may do while it runs: read tensors, assign values."""
 
     def read(self, tensor: str) -> NDArray[Any]:
         """Read a whole tensor into a separate, writable array."""
 
     def take(self, name: str) -> Any:
-        """Return the finished, sharded array of a binding."""
+        """Return the finished, sharded array for the variable called ``name``."""
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign an array from `take` to a variable by ``assign``, Keras' own method."""
+        """Assign an array from `take` to a variable by ``assign``, Keras' own method, without a copy."""
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Place a computed value in the variable's layout, then assign it."""
+        """Place a value that the step computed in the variable's layout, then assign it by ``assign``."""
 
 
 class MappingStep(Protocol):
@@ -110,11 +110,11 @@ class MappingStep(Protocol):
 
     @property
     def saveable(self) -> Any:
-        """The object whose attributes the code may change, or ``None``."""
+        """The layer or other object whose attributes the code may change, so that a failed load can undo it."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the bindings whose arrays must be there before `run`, which assigns them."""
+        """Names of the variables whose arrays must have been read before `run`, which assigns them."""
 
     @property
     def computes(self) -> bool:
@@ -132,10 +132,10 @@ class VariableMap:
     steps: tuple[MappingStep, ...]
     """The parts of the load, in the order in which Keras would run them."""
     missing: tuple[str, ...]
-    """Weights of the model without a source."""
+    """Names of weights for which the checkpoint has no value: an error under ``strict``."""
     missing_variables: tuple[Variable, ...]
     state: tuple[Variable, ...]
-    """Seeds, metrics and optimizer variables without a source: initialised if they have no value."""
+    """Variables that the checkpoint may lack (seeds, metrics, optimizers'): they keep their values, or get new ones."""
     unused: tuple[str, ...]
     """Tensors that no loading code read, except those that a layer's custom hook could have read: `notes` has these."""
     computed: tuple[Computed, ...] = ()
@@ -147,16 +147,16 @@ class VariableMap:
     refused: tuple[tuple[str, Variable], ...] = ()
     """(name, variable) of weights that get no value, because a tensor for them, or for their layer, does not fit."""
     absent: tuple[str, ...] = ()
-    """Names that a converter requested and the checkpoint lacks."""
+    """Names of tensors that KerasHub's converter requested, but that the checkpoint lacks."""
     kept: tuple[str, ...] = ()
     """Weights that a partial step leaves out: they keep the values that they have in the model."""
     kept_variables: tuple[Variable, ...] = ()
     begun: tuple[Begun, ...] = ()
-    """Optimizer variables that the checkpoint lacks, while others of the same optimizer are restored."""
+    """Optimizer variables that begin as in a new optimizer, while others of the same optimizer are restored."""
     advice: str = ""
     """How to fix the mismatches, missing weights or unused tensors, if that is known: the end of an error message."""
     only_optimizer_differs: bool = False
-    """Whether all that is missing, unused or mismatched is state of optimizers."""
+    """Whether all that is missing, unused or mismatched is state of optimizers: then ``items="weights"`` can help."""
 
     @property
     def provided(self) -> tuple[Variable, ...]:
@@ -166,12 +166,12 @@ class VariableMap:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Names of the tensors whose values are read; each is listed once."""
+        """Names of the tensors whose values the load must read; each is listed once."""
         found = (*(b.view.tensor for b in self.bindings), *(name for c in self.computed for name in c.tensors))
         return tuple(dict.fromkeys(found))
 
     def without_mismatched(self) -> VariableMap:
-        """Return a copy without mismatches, in which the weights in `refused` are listed as missing."""
+        """Return a copy for a load that is not ``strict``: mismatches are left out, and their weights are missing."""
         return replace(
             self,
             mismatched=(),
@@ -184,14 +184,17 @@ class VariableMap:
 def refused_among(
     weights: Iterable[Variable], covered: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, Variable], ...]:
-    """Return (name, variable) of each weight in ``covered`` (variables that mismatch) that is not in ``provided``."""
+    """Return (name, variable) of the weights that get no value, because a tensor or layer for them does not fit.
+
+    Those are the ``weights`` in ``covered`` (variables of what does not fit) that are not in ``provided``.
+    """
     weight_ids, provided_ids = {id(v) for v in weights}, {id(v) for v in provided}
     return tuple((names[id(v)], v) for v in covered if id(v) in weight_ids - provided_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssignStep:
-    """Assigns arrays to one variable or to those of one layer, without calling the layer's hook."""
+    """Assigns arrays to one variable or to those of one layer, without the layer's ``load_own_variables``."""
 
     bindings: tuple[Binding, ...]
     saveable: Any = None
@@ -205,7 +208,7 @@ class AssignStep:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the bindings whose arrays `run` assigns."""
+        """Names of the variables whose arrays must have been read before `run`, which assigns them."""
         return tuple(binding.name for binding in self.bindings)
 
     def run(self, runtime: Runtime) -> None:
@@ -227,7 +230,7 @@ def variable_names(variables: Iterable[Variable]) -> dict[int, str]:
 def split_missing(
     weights: Iterable[Variable], everything: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, ...], tuple[Variable, ...], tuple[Variable, ...]]:
-    """Return the names of the ``weights`` that are not in ``provided``; these weights; other variables not in it."""
+    """Return the variables that get no value (are not in ``provided``): names of weights, weights, other variables."""
     provided_ids = {id(v) for v in provided}
     weights = unique(weights)
     weight_ids = {id(v) for v in weights}

@@ -28,7 +28,7 @@ class MeshDevices:
 
     mesh: MeshSpec
     devices: tuple[Any, ...]
-    """`jax.Device`s in mesh order; ``None`` for each device that is only planned for."""
+    """The `jax.Device` at each position, row-major; ``None`` for each device of a plan, which need not exist."""
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.mesh.size:
@@ -64,7 +64,7 @@ def mesh_of(found: Any) -> Any:
 
 
 def has_mesh(found: Any) -> bool:
-    """Whether an argument is a Keras distribution or LayoutMap, and not a class of them."""
+    """Whether a caller passed a Keras distribution or LayoutMap, which has its own mesh (a class of them has none)."""
     return hasattr(found, "device_mesh") and not isinstance(found, type)
 
 
@@ -110,7 +110,7 @@ def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
 
 
 def available() -> tuple[Any, ...]:
-    """Return JAX's devices; this starts JAX."""
+    """Return JAX's devices. The first call starts JAX; if that fails, the error says what is installed."""
     try:
         return tuple(jax.devices())
     except (RuntimeError, AssertionError) as error:
@@ -153,7 +153,7 @@ def local_positions(devices: MeshDevices) -> tuple[int, ...]:
 
 
 def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    """Return the devices a caller passed explicitly, ``None`` if only a size was given; does not start JAX."""
+    """Return the devices that a caller passed, alone or in a mesh; ``None`` for sizes only. Does not start JAX."""
     if devices is not None:
         return device_list(devices)
     mesh = mesh_of(mesh)
@@ -164,7 +164,7 @@ def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] |
 
 
 def check_shares(devices: MeshDevices) -> None:
-    """Check that each process has an equal part of a mesh: the same number of rows, columns, … along each axis.
+    """Raise a `MeshError` unless each process has an equal block of a mesh, as many rows, columns, … as the others.
 
     JAX distributes data only over such meshes.
     """

@@ -84,7 +84,7 @@ class Bounds:
         return None if any(b <= a for a, b in zip(start, stop, strict=True)) else Bounds(start, stop)
 
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
-        """Return this box with its indices counted from the index ``origin`` instead of from 0."""
+        """Return this box in the indices of a part that starts at ``origin``, such as a shard: minus ``origin``."""
         return Bounds(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -187,7 +187,7 @@ def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A variable that did not get its rule's layout."""
+    """A variable that could not get the layout that a layout rule asks for, to report it."""
 
     variable: str
     """Path of the variable."""
@@ -211,7 +211,7 @@ def spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> Layou
 
 
 def why_not_spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> str:
-    """Return a text that says why `spread` does not use some of ``axes``; empty if it uses all of them."""
+    """Return a note on why `spread` splits nothing over some of ``axes``; empty if it uses all of them."""
     why = []
     for axis in axes:
         before, size = layout, layout.mesh.axis_size(axis)

@@ -118,7 +118,7 @@ class MeshSpec:
 
     @property
     def guessed_axes(self) -> tuple[str, ...]:
-        """Axes of more than one position whose kind follows from their position, because their name is unknown."""
+        """Axes of unknown name, whose kind is guessed from their place in the mesh; those of size 1 are left out."""
         return tuple(axis for axis in self.axes if axis.lower() not in _KINDS and self.axis_size(axis) > 1)
 
     @property
