@@ -56,7 +56,7 @@ class RowReader(Protocol):
 
 
 class EncodedRows(ABC):
-    """A `RowReader` for which any bytes decode (GGUF): to verify or compare files, it is enough to read the bytes."""
+    """A `RowReader` whose rows follow from stored bytes and encoding alone (GGUF): to compare, just read the bytes."""
 
     __slots__ = ()
 
@@ -289,7 +289,7 @@ class Manifest:
 
 @functools.lru_cache(maxsize=4096)
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a C-ordered array, in elements."""
+    """Return the strides of a C-ordered array of ``shape``, in elements instead of NumPy's bytes."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
@@ -304,7 +304,7 @@ class View:
     tensor: str
     """Name of the stored tensor."""
     offset: int
-    """Position in the stored tensor of the view's first element, in elements."""
+    """Position of the view's first element in the stored tensor: how many elements come before it, row-major."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """For each dim of the view: by how many stored elements the position grows from one index to the next."""
@@ -315,5 +315,5 @@ class View:
         return cls(tensor.name, 0, tensor.shape, c_strides(tensor.shape))
 
     def is_whole(self, tensor: Tensor) -> bool:
-        """Whether this is the whole tensor in its own order and shape."""
+        """Whether this is the whole tensor in its own order and shape, so that it can be read as it is."""
         return self == View.whole(tensor)

@@ -34,7 +34,7 @@ class LayoutMap(Protocol):
 
 
 class Distribution(Protocol):
-    """A `keras.distribution.ModelParallel`, `DataParallel`, or another distribution of Keras."""
+    """A `keras.distribution.ModelParallel`, `DataParallel`, or another of Keras, passed as ``mesh=`` or ``layout=``."""
 
     @property
     def device_mesh(self) -> Any:
@@ -49,7 +49,7 @@ class Distribution(Protocol):
 
 
 class DTypePolicy(Protocol):
-    """A `keras.dtype_policies.DTypePolicy`."""
+    """A `keras.dtype_policies.DTypePolicy`, passed as ``dtype=``: one dtype for weights, one for computations."""
 
     @property
     def variable_dtype(self) -> str:

@@ -73,7 +73,7 @@ def check_no_iterator(argument: str, value: Any) -> None:
 
 
 def is_function(value: Any) -> bool:
-    """Whether an argument is a function; false for classes and models, although these can be called too."""
+    """Whether an argument is a function that makes the value, and is not itself the value: a class, a model."""
     return callable(value) and not isinstance(value, type) and not hasattr(value, "trainable_variables")
 
 
@@ -119,22 +119,22 @@ def _positive(n: int, text: str) -> int:
 
 
 def format_bytes(n: int) -> str:
-    """Format as ``511.4 MiB``; exact below 1 KiB."""
+    """Return a number of bytes as text, ``511.4 MiB``; exact below 1 KiB."""
     return _scaled(n, 1024, _BINARY) or f"{n} B"
 
 
 def format_bytes_up(n: int) -> str:
-    """Format as `format_bytes` does, but rounded up: a limit set to the printed number has room for ``n`` bytes."""
+    """Return a number of bytes as text, ``511.5 MiB``, rounded up: a limit set to that has room for ``n`` bytes."""
     return _scaled(n, 1024, _BINARY, math.ceil) or f"{n} B"
 
 
 def format_bytes_down(n: int) -> str:
-    """Format as `format_bytes` does, but rounded down, for the size of a limit: never prints more than there is."""
+    """Return a number of bytes as text, ``511.4 MiB``, rounded down: the text for a limit is not above the limit."""
     return _scaled(n, 1024, _BINARY, math.floor) or f"{n} B"
 
 
 def format_count(n: int) -> str:
-    """Format as ``270.1 M``; exact below a thousand."""
+    """Return a count (of parameters) as text, ``270.1 M``; exact below a thousand."""
     return _scaled(n, 1000, ("k", "M", "B", "T")) or str(n)
 
 
@@ -154,7 +154,7 @@ def _scaled(n: int, base: int, units: tuple[str, ...], rounding: Callable[[float
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Format as ``45 ms``, ``1.29 s``, ``3 min 05 s``; a dash for missing values."""
+    """Return a duration as text: ``45 ms``, ``1.29 s``, ``3 min 05 s``; a dash for ``None`` and infinity."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 1:
@@ -165,7 +165,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_rate(gb_per_s: float | None) -> str:
-    """Format as ``1.29 GB/s``, ``45 MB/s``; a dash for missing values."""
+    """Return a rate of reading or writing as text: ``1.29 GB/s``, ``45 MB/s``; a dash for ``None`` and infinity."""
     if gb_per_s is None or not math.isfinite(gb_per_s):
         return "-"
     if gb_per_s < 0.1:
@@ -174,7 +174,7 @@ def format_rate(gb_per_s: float | None) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """Format as ``1 tensor``, ``1,234 tensors``, ``2 batches``, ``3 entries``."""
+    """Return a count and its noun, in the plural if needed: ``1 tensor``, ``1,234 tensors``, ``2 batches``."""
     if n == 1:
         return f"1 {noun}"
     if noun.endswith("y") and noun[-2] not in "aeiou":
@@ -184,12 +184,12 @@ def plural(n: int, noun: str) -> str:
 
 
 def exact_bytes(n: int) -> str:
-    """Format as ``1 byte``, ``1048576 bytes``: without separators, so that the number can be copied to an option."""
+    """Return ``1 byte`` or ``1048576 bytes``: without separators, so that the number can be copied to an option."""
     return f"{n} byte" if n == 1 else f"{n} bytes"
 
 
 FLOATS = ("bfloat16", "float16", "float32")
-"""Dtypes that weights can be loaded in."""
+"""Dtypes that weights can be loaded in, in Python (``dtype=``) and on the command line."""
 _ALSO = ("float64", "mixed_bfloat16", "mixed_float16")
 """Names accepted in Python, not by the command: float64 (in JAX's 64-bit mode), and dtype policies of Keras."""
 _SPELLINGS = {

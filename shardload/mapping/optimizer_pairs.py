@@ -137,7 +137,7 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
 
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:
-    """Whether an optimizer can continue with a step's state: it needs no slots, or all those of a weight are stored."""
+    """Whether an optimizer can continue with a step's state: it needs no slots, or some weight has all of its own."""
     incomplete = _incomplete(paired, optimizer)
     core = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and paired.is_core(leaf)]
     if any(leaf.role.of not in incomplete for leaf in core):

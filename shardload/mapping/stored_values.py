@@ -36,14 +36,14 @@ _Values = Mapping[str, Mapping[str, NDArray[Any]]]
 
 
 def values_to_json(hooked: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return what layers save besides variables, as entries of ``structure.json``; and notes on what cannot be one."""
+    """Return what layers save besides variables, as ``structure.json`` entries; and notes on what cannot be stored."""
     return _to_entries((path, saveable, values_besides_variables(saveable)) for path, saveable in hooked)
 
 
 def file_values_to_json(
     model: Any, manifest: Manifest, *, variables: Container[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return what a Keras file has besides ``variables``, as entries of ``structure.json``; and notes on the rest."""
+    """Return what a Keras file has besides ``variables``, as ``structure.json`` entries; and notes on what is lost."""
     hooked = []
     for path, saveable in with_own_hooks(model):
         group = f"{path}/vars/" if path else "vars/"
@@ -87,7 +87,7 @@ def _to_entries(
 
 
 def stored_values(manifest: Manifest) -> _Values:
-    """Return the values in a step that layers saved besides variables; empty if it has none."""
+    """Return the values that layers saved in a step besides variables, by layer and key; empty if it has none."""
     structure = manifest.metadata.get("structure")
     found = structure.get(VALUES_ENTRY, {}) if isinstance(structure, Mapping) else {}
     try:
@@ -142,7 +142,7 @@ def load_stored_values(model: Any, manifest: Manifest, *, strict: bool) -> tuple
 
 
 def _array(value: Any) -> NDArray[Any] | None:
-    """Return a value as an array that can be stored, else ``None``."""
+    """Return a layer's value as an array that ``structure.json`` can store, else ``None``."""
     try:
         array = np.asarray(value)
     except Exception:  # such as an array of other processes

@@ -39,7 +39,7 @@ class MeshDevices:
 
 
 def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> MeshSpec:
-    """Return the `MeshSpec` for any form of mesh that a caller may pass, a Keras distribution included."""
+    """Return the axes (`MeshSpec`) of any form of mesh that a caller may pass, a Keras distribution included."""
     mesh = mesh_of(mesh)
     match mesh:
         case MeshSpec():

@@ -99,7 +99,7 @@ def _whole(shape: tuple[int, ...]) -> Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sharding of one variable over a mesh. Each mesh axis splits at most one dim."""
+    """How one variable is sharded over a mesh: which mesh axes split which dim. Each axis splits at most one dim."""
 
     mesh: MeshSpec
     spec: Spec
@@ -122,7 +122,7 @@ class Layout:
 
     @classmethod
     def split(cls, mesh: MeshSpec, rank: int, *, dim: int, axis: str) -> Layout:
-        """Return a layout that splits one dim over one axis."""
+        """Return the layout that splits ``dim`` over ``axis``, and no other dim of a variable of ``rank`` dims."""
         return cls(mesh, tuple((axis,) if d == dim else () for d in range(rank)))
 
     @classmethod
@@ -143,7 +143,7 @@ class Layout:
         return all(n == 1 for n in self.parts)
 
     def divides(self, shape: tuple[int, ...]) -> bool:
-        """Whether each dim of ``shape`` is divisible by its number of parts."""
+        """Whether each dim of ``shape`` is divisible by its number of parts, so that all shards are equally large."""
         return len(shape) == len(self.spec) and all(n % p == 0 for n, p in zip(shape, self.parts, strict=True))
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ AXIS_NAMES: dict[_AxisKind, tuple[str, ...]] = {
 _KINDS: dict[str, _AxisKind] = {name: kind for kind, names in AXIS_NAMES.items() for name in names}
 DEFAULT_AXES = ("batch", "model")
 _MAX_POSITIONS = 1 << 20
-"""More devices than any machine has; a larger mesh is a typo."""
+"""Largest number of positions in a mesh: more devices than any machine has, so a larger mesh is a typo."""
 
 
 @dataclass(frozen=True, slots=True)
