@@ -202,7 +202,7 @@ class BudgetError(ShardloadError, ValueError):
 
 
 class TransferError(ShardloadError, OSError):
-    """Reading tensor data failed after the headers had been accepted."""
+    """The data of a tensor could not be read, although the headers are fine: a file shrank, vanished, or failed."""
 
 
 class LoadInterruptedError(ShardloadError):
@@ -218,11 +218,11 @@ class DisagreementError(ShardloadError, ValueError):
 
 
 class ProcessFailedError(ShardloadError, RuntimeError):
-    """A call failed on another process, with an error that is not from shardload; names the process and the error."""
+    """A call failed on another process, with an error that is not from shardload; the message names both."""
 
 
 class UninitialisedError(ShardloadError, ValueError):
-    """A variable of a model that was built without values was read before it got one, or never got one.
+    """A variable has no value: its model was built without values, and no load has given it one yet.
 
     Args:
         message: What has no value, and how to give it one.
@@ -249,7 +249,7 @@ _WORDS = {
     "Cannot allocate memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
 }
-"""Text in a library's error message → errno that it stands for. Of similar texts, the longer one comes first."""
+"""Text in an error of a library that raises no `OSError` → its errno. Of similar texts, the longer one comes first."""
 
 
 def errno_of(error: BaseException) -> int | None:
@@ -296,7 +296,7 @@ def is_of_system(error: BaseException) -> bool:
 
 
 class LimitError(ShardloadError, OSError):
-    """A limit of the process or machine (files, memory, threads) was reached; the file may be intact. Has an errno."""
+    """A limit of the process or machine on files, memory or threads was reached; the file may be intact."""
 
     @classmethod
     def explaining(cls, error: BaseException, doing: str) -> LimitError | None:
@@ -323,7 +323,7 @@ class WriteError(ShardloadError, OSError):
 
 
 class SaveError(ShardloadError, OSError):
-    """A step could not be saved; names step, folder and cause (``errno`` is set if known)."""
+    """A step could not be saved; the message names step, folder and cause (``errno`` is set if known)."""
 
 
 class ProcessLostError(SaveError):

@@ -39,7 +39,7 @@ from shardload.transfer.planning import Binding
 from shardload.transfer.read_tensor import read_rows
 
 _LEGACY = "_layer_checkpoint_dependencies"
-"""The folder of a model's layers in files of Keras 2.13."""
+"""The folder of a model's layers in files of Keras 2.13; later files call it ``layers``."""
 
 
 def has_keras_hook(saveable: Any) -> bool:
@@ -56,7 +56,7 @@ class Entry:
         self._read = read
 
     def keys(self) -> list[str]:
-        """Return each key up to its first slash, as an HDF5 group does."""
+        """Return each key up to its first slash, as an HDF5 group lists its members; hooks may loop over them."""
         return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
 
     def __len__(self) -> int:

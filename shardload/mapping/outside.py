@@ -35,7 +35,7 @@ from shardload.reports.facts import NoteKind, of_kind
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 _READ_BYTES = 8 << 20
-"""Number of bytes of a tensor that are read at a time to compare values."""
+"""Number of bytes of a tensor that are read at a time to compare its values with zeros or another tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class OutsideTensor:
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """Tensors that no variable uses: those outside of the architecture, and those that the model should use."""
+    """The tensors that no variable uses, in two groups: the model does not need them, or it should use them."""
 
     outside: tuple[OutsideTensor, ...]
     unused: tuple[str, ...]
-    """Tensors that the model should use but does not."""
+    """Tensors that the model should use but does not: an error under ``strict``."""
     why: Mapping[str, str]
     """Name → why the model should use the tensor, for some of the unused ones."""
     read_bytes: int = 0
-    """Number of bytes that were read to compare values."""
+    """Number of bytes that were read to compare values, which the report adds to those of the load."""
 
 
 @dataclass(frozen=True, slots=True)

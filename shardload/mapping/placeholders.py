@@ -8,7 +8,7 @@ address of the array it passes to ``Variable.assign`` shows which elements of wh
     hook:  np.reshape(x[768:].T, (768, 12, 128))   ─►   address 0x7f00_0024_0000, strides (4, 393216, 3072)
                                                    ─►   View(offset=589824, strides=(1, 98304, 768))
 
-An array at any other address was *computed*. It is known from which tensors: the kernel reports
+An array at any other address was *computed*. Three signs tell from which tensors: the kernel reports
 which pages were read (``mincore``), a placeholder that other arrays still refer to at the end
 counts as used, and NumPy functions that would fill memory (casts, sums, stacks) return another
 placeholder. So recording a 50 GB checkpoint takes almost no memory.
@@ -95,7 +95,7 @@ class Reservations:
         return _as_view(value, found)
 
     def close(self) -> None:
-        """Complete `used` and `computed` with the tensors that were read or are referenced, then free all ranges."""
+        """After loading code has run: note which tensors it read or still refers to, then free all placeholders."""
         for entry in self._ranges:
             # Before `is_referenced`, which unmaps the pages.
             if _touched(entry.start, entry.tensor.nbytes):
@@ -115,10 +115,10 @@ class Reservations:
 
 
 class Reserved(np.ndarray[Any, np.dtype[Any]]):
-    """A placeholder for a stored tensor (or for a value computed from stored tensors)."""
+    """An array that takes no memory, and stands for a stored tensor or for a value computed from stored tensors."""
 
     tensors: frozenset[str]
-    """The stored tensors that this array is, or was computed from."""
+    """Name of the stored tensor that this array is a part of, or names of those that it was computed from."""
     reservations: Reservations | None
 
     def __array_finalize__(self, source: Any) -> None:

@@ -255,7 +255,7 @@ def is_scalar(part: str) -> bool:
 
 
 def kind_of_name(name: str) -> str | None:
-    """Return the class that Keras named an optimizer after (``AdamW`` for ``adam_w_1``); ``None`` for other names."""
+    """Return the class of an optimizer by the name that Keras gave it: ``AdamW`` for ``adam_w_1``; else ``None``."""
     plain = name.rstrip("0123456789").replace("_", "")
     return next((kind for kind in SLOT_KINDS if kind.lower() == plain), None)
 

@@ -219,9 +219,9 @@ class Pairing:
     pairs: tuple[tuple[Stored, StateLeaf], ...]
     """Leaves and variables with the same role; shapes and dtypes may differ."""
     missing: tuple[StateLeaf, ...]
-    """Variables of the model without a stored leaf."""
+    """Variables of the model for which the step has no leaf."""
     unexpected: tuple[Stored, ...]
-    """Stored leaves without a variable in the model."""
+    """Leaves of the step for which the model has no variable."""
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
     """Leaves that a partial step lists but does not store, and the variables of the model in these roles."""
     forms: Forms = field(default_factory=dict)

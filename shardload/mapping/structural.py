@@ -149,7 +149,7 @@ def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]
 
 
 def _declined(visit: Visit) -> list[str]:
-    """Return the tensors that a user's ``load_own_variables`` was offered but did not read."""
+    """Return the tensors that a user's ``load_own_variables`` could have read but did not: a note, but no error."""
     if has_keras_hook(visit.saveable):
         return []
     return [t.name for t in visit.tensors.values() if t.name not in visit.read]

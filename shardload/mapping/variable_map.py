@@ -126,11 +126,11 @@ class MappingStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VariableMap:
-    """What a load does with each tensor and each variable, decided before any data is read."""
+    """What a load will do with each tensor and each variable, decided before tensors are read into variables."""
 
     bindings: tuple[Binding, ...]
     steps: tuple[MappingStep, ...]
-    """The parts of the load, in the order in which Keras would run them."""
+    """The parts of the load (a layer's hook, one variable, a converter), in the order in which Keras would run them."""
     missing: tuple[str, ...]
     """Names of weights for which the checkpoint has no value: an error under ``strict``."""
     missing_variables: tuple[Variable, ...]
@@ -160,7 +160,7 @@ class VariableMap:
 
     @property
     def provided(self) -> tuple[Variable, ...]:
-        """Every variable that gets a value from the checkpoint or from loading code; each is listed once."""
+        """Every variable that gets a value, from a tensor or computed by loading code; each is listed once."""
         found = [b.variable for b in self.bindings] + [v for c in self.computed for v in c.variables]
         return tuple(unique(found))
 
