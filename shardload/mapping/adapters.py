@@ -99,7 +99,7 @@ def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stor
 
 
 def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismatch, ...]:
-    """Return a mismatch for each weight that a partial step leaves out, if it has another shape in this base model."""
+    """Return a mismatch for each weight that a partial step leaves out and that has another shape in this model."""
     return tuple(
         Mismatch(
             leaf.variable.path,

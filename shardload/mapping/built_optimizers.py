@@ -88,7 +88,7 @@ def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, pair
 
 
 def needs_roles(paired: Paired, manifest: Manifest, optimizer: Any) -> bool:
-    """Whether an archive's optimizer must be restored by its variables' roles: by position, it is lost or wrong."""
+    """Whether to restore an archive's optimizer by what each variable is for: Keras' way, by position, would fail."""
     if not optimizer.built and not is_untrained(paired, manifest, None):
         return True
     # Keras would warn that the file has nothing for the optimizer inside.

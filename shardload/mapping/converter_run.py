@@ -129,7 +129,7 @@ class Recording:
 
 
 class RecordingLoader(Loader):
-    """Loader for the first run: returns arrays without data, and records to which variables they are assigned."""
+    """What a converter requests tensors from in its first run: returns arrays without data, records assignments."""
 
     def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
         super().__init__(run)

@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStep:
-    """A part of a load: calls ``load_own_variables`` (the hook) of a layer or optimizer again, now to assign arrays."""
+    """A part of a load: calls ``load_own_variables`` (the hook) of a layer or optimizer again, to assign the arrays."""
 
     saveable: Any
     path: str
@@ -206,7 +206,7 @@ class AttributeSnapshot:
 
     @classmethod
     def of(cls, target: Any) -> AttributeSnapshot:
-        """Record the attributes of ``target``."""
+        """Record the attributes of ``target``, before code runs that may change them."""
         attributes = dict(getattr(target, "__dict__", {}))
         # Not Keras' tracked containers: clearing those also untracks the layers and variables in them.
         containers = [v for v in attributes.values() if type(v) in (list, dict, set)]
@@ -304,7 +304,7 @@ class Walk:
                     self._groups.setdefault("/".join(parts[:n]), {})["/".join(parts[n + 1 :])] = tensors[name]
 
     def record(self) -> None:
-        """Walk over `root` once, and record every hook's call in `visits`."""
+        """Let Keras walk over `root` once, and record in `visits` what each hook reads and assigns."""
         with assignments_to(self._assign):
             load_state(self.root, self, skip=self.skip)
         self._close_reservations()
@@ -320,7 +320,7 @@ class Walk:
         return Entry(group, self.visits[-1].reserve)
 
     def has_path(self, path: str) -> bool:
-        """Whether the file has anything below ``path``."""
+        """Whether the file has anything below ``path``, as Keras' walk asks."""
         return path in self._folders
 
     @contextmanager

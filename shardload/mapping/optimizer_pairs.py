@@ -45,7 +45,7 @@ class Left:
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
-        """Return the record for the leaf ``stored``, whose tensor in the step is called ``tensor``."""
+        """Describe ``stored``, a leaf that no variable of the model is paired with; its tensor is called ``tensor``."""
         role, forms = stored.role, found.stored_forms
         if role.kind not in OPTIMIZER_KINDS:
             return cls(tensor, role.kind, role.optimizer)
@@ -67,7 +67,7 @@ class Paired:
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
     """(leaf in the step, variable of the model) for weights and slots that a partial step lists, but does not store."""
     dropped: tuple[tuple[Tensor, StateLeaf], ...] = ()
-    """Pairs that are not used, because the state of their optimizer or weight is not restored from the step."""
+    """Pairs that are not used: state of an optimizer or weight that is not restored from the step; it is skipped."""
     begun: tuple[StateLeaf, ...] = ()
     """Variables that begin as in a new optimizer, although the rest of their optimizer is restored."""
 
@@ -204,7 +204,7 @@ def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) ->
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Let all slots of a weight begin as new if the step lacks one of them: Adam's momentum needs its velocity."""
+    """Let all slots of a weight begin as new if the step lacks one of them: a momentum of Adam needs its velocity."""
     own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
     incomplete = _incomplete(paired, name) | reshaped

@@ -45,7 +45,7 @@ class OutsideTensor:
     tensor: str
     reason: str
     is_weight: bool = False
-    """True for a trained weight, of a part that the model lacks; false if nothing is lost without the tensor."""
+    """True for a trained weight (of a part that the model lacks); false if nothing is lost without the tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
             return _derived((self,), empty.shape, self.dtype)
 
     def ravel(self, order: Any = "C") -> Any:
-        """Return a view with one dim, or a placeholder for a copy, as `reshape` does."""
+        """Return a view with one dim if NumPy can flatten without copying, else a placeholder for the copy."""
         return self.reshape(-1, order=order)
 
     flatten = ravel

@@ -197,12 +197,12 @@ def _numbered(variables: Sequence[Variable]) -> Iterator[tuple[str, Variable]]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
-    """The class of an optimizer, and whether it is wrapped: needed to compare its variables with another one's."""
+    """The class of an optimizer, and whether it is wrapped: both decide whether its state fits another optimizer."""
 
     kind: str | None = None
     """Name of the optimizer's class in Keras; ``""`` if the class is not Keras' own, ``None`` if it is not known."""
     is_wrapped: bool = False
-    """Whether a ``LossScaleOptimizer`` wraps it: keys without ``inner_optimizer/`` then belong to the wrapper."""
+    """Whether a ``LossScaleOptimizer`` wraps it: its keys begin with ``inner_optimizer/``; others are the wrapper's."""
 
 
 Forms = Mapping[str | None, OptimizerForm]

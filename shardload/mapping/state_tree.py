@@ -263,7 +263,10 @@ def find_stored(
 
 
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
-    """Return ``wanted`` with numbers (``:variables/3``) as identities where a step has these: for a MultiOptimizer."""
+    """Return ``wanted`` (identity → variable of the model) with numbers as identities where the step has only numbers.
+
+    Some steps list a ``MultiOptimizer``'s variables as ``:variables/3``: these are paired by position, if shapes fit.
+    """
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
         older = ("optimizer", f":variables/{position}", "")

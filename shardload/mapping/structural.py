@@ -135,7 +135,7 @@ def _variable_map(model: Any, manifest: Manifest, walks: list[Walk], notes: tupl
 
 
 def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]) -> list[str]:
-    """Return paths of optimizers, other than the compiled one, whose stored state is not used, as in Keras.
+    """Return paths of optimizers (a GAN's, not the compiled one) whose stored state cannot be used yet, for a note.
 
     They are not built yet; or they do not exist yet, because the model's own ``compile`` will create them.
     """

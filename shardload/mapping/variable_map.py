@@ -222,7 +222,7 @@ class AssignStep:
 
 
 def variable_names(variables: Iterable[Variable]) -> dict[int, str]:
-    """Return a unique name for each variable, by ``id``: its path, numbered where paths repeat."""
+    """Return ``id(variable)`` → a unique name: its path, with ``#2``, ``#3`` for later variables of the same path."""
     distinct = unique(variables)
     return dict(zip(map(id, distinct), numbered(v.path for v in distinct), strict=True))
 
