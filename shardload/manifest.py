@@ -82,7 +82,7 @@ class Extent:
     path: Location
     """The file."""
     offset: int
-    """Byte offset of the first element."""
+    """Position in the file of the first element, in bytes."""
 
 
 class Codec(Protocol):
@@ -249,7 +249,7 @@ class Manifest:
     notes: tuple[str, ...] = ()
     """Sentences for reports: what the files contain that a load leaves out."""
     undescribed: ShardloadError | None = None
-    """Error that says why no model can be built from this file, although others of its format can; else ``None``."""
+    """Error to raise when a model is to be built, but this file, unlike others of its format, describes none."""
 
     def __repr__(self) -> str:
         return (

@@ -46,7 +46,7 @@ class _RecountedStep:
     computes: bool
 
     def run(self, runtime: Runtime) -> None:
-        """Assign the stored counts, then replace them by the converted ones, computed on the same devices."""
+        """Assign what is stored, then replace the counts of batches by converted ones, computed on the same devices."""
         self.step.run(runtime)
         for variable, function in self.values:
             now = value_of(variable)

@@ -86,7 +86,7 @@ def with_zeros_noted(found: VariableMap, model: Any) -> VariableMap:
 
 
 def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stored, StateLeaf]]) -> None:
-    """Raise a `MismatchError` unless the model has values for all weights that a partial step leaves out."""
+    """Raise a `MismatchError` unless the model has values for all weights that a partial step does not store."""
     weights = [leaf for _, leaf in left_out if leaf.kind == "weight"]
     if empty := [leaf for leaf in weights if not has_value(leaf.variable)]:
         adapters = _adapters(manifest.metadata["structure"].get("form"))

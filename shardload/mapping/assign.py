@@ -34,7 +34,7 @@ from shardload.mapping.variable_map import MappingStep, VariableMap
 from shardload.units import plural
 
 _ReadTensor = Callable[[str], NDArray[Any]]
-"""Function that takes the name of a stored tensor and reads the whole tensor."""
+"""Function that takes the name of a stored tensor and reads the whole tensor, for code that computes with it."""
 _Place = Callable[[Variable, NDArray[Any]], Any]
 """Function that copies a host array of a variable's shape and dtype to the devices, in the variable's layout."""
 

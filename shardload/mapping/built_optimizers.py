@@ -40,7 +40,7 @@ from shardload.mapping.variable_map import AssignStep, VariableMap, unsharded_bi
 
 _GROUP, _INNER = "optimizer/vars/", "optimizer/inner_optimizer/"
 _STORED = ("optimizer/vars/", "optimizer_variables/")
-"""How names of optimizer variables begin: in all of Keras' own formats, and in a training step."""
+"""How names of stored optimizer variables begin: in all of Keras' own formats, and in a training step."""
 
 
 def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
@@ -176,7 +176,7 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, 
 
 
 def _class_name(described: object) -> str | None:
-    """Return the class name in an optimizer's configuration; for a wrapper, that of the optimizer that it wraps."""
+    """Return the class of the optimizer that a configuration describes; of the one inside, if it is a wrapper."""
     if not isinstance(described, Mapping):
         return None
     config, name = described.get("config"), described.get("class_name")

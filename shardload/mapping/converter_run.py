@@ -248,7 +248,7 @@ def _watch(recording: Recording, lenient: bool) -> None:
 
 
 class HubNames:
-    """Finds a converter's names in a checkpoint that may spell them differently; remembers the last prefix found."""
+    """Finds the tensors that a converter requests by name in a checkpoint that may have other spellings or prefixes."""
 
     def __init__(self, manifest: Manifest, prefix: str | None) -> None:
         self.prefix = prefix

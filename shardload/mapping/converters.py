@@ -161,7 +161,7 @@ class ReplayLoader(Loader):
         return self._reservations.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Read, convert and assign a tensor if its variable is computed; other variables already have their values."""
+        """Read a tensor, apply ``hook_fn`` and assign the result, unless the variable got its value without that."""
         if id(keras_variable) not in self._wanted:
             return
         value: Any = self._runtime.read(self.find(hf_weight_key).name)

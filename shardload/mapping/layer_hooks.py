@@ -103,7 +103,7 @@ class LayerStep:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the variables whose arrays must be ready before `run`, which assigns them."""
+        """Names of the variables whose arrays must have been read before `run`, which assigns them."""
         return tuple(b.name for b in self.bindings)
 
     @property

@@ -58,7 +58,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Tensors of a step paired with variables of a model; ``missing`` variables and ``left`` tensors have no pair."""
+    """Tensors of a step paired with the variables of a model that they belong to; what is unpaired on either side."""
 
     pairs: tuple[tuple[Tensor, StateLeaf], ...]
     missing: tuple[StateLeaf, ...]
@@ -263,7 +263,7 @@ def _skipping(paired: Paired, optimizer: str | None) -> Paired:
 
 
 def _is_of_inner_model(optimizer: str) -> bool:
-    """Whether a path is that of a compiled submodel's optimizer, which ``fit`` of the outer model does not use."""
+    """Whether a path is that of a compiled submodel's optimizer (``gan/optimizer``), unused by the outer ``fit``."""
     return optimizer.endswith("/optimizer")
 
 

@@ -171,7 +171,7 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
 
 
 def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
-    """Return why a tensor is outside of the architecture, judged by name, dtype and shape; ``None`` if unknown."""
+    """Return why the model does not need a tensor, judged by name, dtype and shape; ``None`` if these do not tell."""
     name, known = tensor.name, model_type_of(manifest.config)
     if not tensor.size:
         return OutsideTensor(name, "has no elements")
@@ -222,7 +222,7 @@ def _by_value(
 
 @dataclass(slots=True)
 class _Comparer:
-    """Compares the values of tensors, and counts the bytes read for that."""
+    """Compares the values of tensors in parts, so that memory stays small, and counts the bytes that it reads."""
 
     read_bytes: int = 0
 

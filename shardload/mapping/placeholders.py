@@ -70,7 +70,7 @@ class Reservations:
     computed: set[str] = field(default_factory=set)
     """Tensors that loading code computed with: it read their memory, or called a function of NumPy with them."""
     rounding: dict[str, str] = field(default_factory=dict)
-    """Tensor that loading code casts to a less precise floating dtype → that dtype."""
+    """Tensor that loading code casts to a less precise floating dtype → that dtype, for a warning."""
     _ranges: list[_AddressRange] = field(default_factory=list)
 
     def make(self, tensor: Tensor) -> Reserved:

@@ -75,7 +75,7 @@ class StateTree:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Path of a layer → settings that the model's configuration omits: frozen, quantised, LoRA's rank."""
     left_out: tuple[StateLeaf, ...] = ()
-    """Weights of the model that a partial step does not store, and their slots."""
+    """Weights that a partial step (``save_trainable_only``) does not store, and their slots; it lists them."""
     optimizers: Mapping[str, str] = field(default_factory=dict)
     """Path of an optimizer (``""`` for the compiled one) → name of its class."""
 
@@ -149,7 +149,7 @@ def state_tree_of(model: Any) -> StateTree:
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
-    """Return group → variables, for Keras' four groups; a variable in two groups is listed in the first."""
+    """Return (group, variables) for Keras' four groups (trainable, …); one in two groups is listed in the first."""
     others = (v for _, other in other_optimizers(model) for v in other.variables)
     optimizer = [*optimizer_variables_of(model), *others]
     groups = {
@@ -198,7 +198,7 @@ class Stored:
 
     @classmethod
     def of_json(cls, leaf: Mapping[str, Any]) -> Stored:
-        """Validate and convert an entry of ``structure.json``, which is untrusted input."""
+        """Return the leaf that an entry of ``structure.json`` describes; raise an error if the entry is not valid."""
         try:
             path, shape = tuple(leaf["path"]), tuple(leaf["shape"])
             role = Role(leaf["kind"], leaf["key"], *(leaf.get(k) for k in ("slot", "of", "name", "optimizer")))

@@ -137,7 +137,7 @@ class VariableMap:
     state: tuple[Variable, ...]
     """Variables that the checkpoint may lack (seeds, metrics, optimizers'): they keep their values, or get new ones."""
     unused: tuple[str, ...]
-    """Tensors that no loading code read, except those that a layer's custom hook could have read: `notes` has these."""
+    """Tensors that no loading code read: an error under ``strict``. Not those that a custom hook declined to read."""
     computed: tuple[Computed, ...] = ()
     skipped: tuple[str, ...] = ()
     """Unused tensors of parts that this model lacks: an optimizer's state, a task's head."""

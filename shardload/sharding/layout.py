@@ -73,7 +73,7 @@ class Bounds:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as a tuple of slices, with which an array is indexed to get the entries in the box."""
+        """The box as slices: ``array[box.slices]`` are the entries of an array in the box."""
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Bounds) -> Bounds | None:
@@ -151,7 +151,7 @@ class Layout:
         return _shard_shape(self, tuple(shape))
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-        """Return the box of the shard at each mesh position, in row-major order; raise if a dim is not divisible."""
+        """Return the box of a tensor that each mesh position stores, in row-major order; raise if shards are uneven."""
         return _bounds(self, tuple(shape))
 
     def __str__(self) -> str:

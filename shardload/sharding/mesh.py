@@ -128,7 +128,7 @@ class MeshSpec:
         return (*self.axes_of("batch"), *self.axes_of("fsdp"), *self.axes)[0]
 
     def coordinates(self, position: int) -> dict[str, int]:
-        """Return the index along each axis of the ``position``-th device, row-major."""
+        """Return axis → index along it of the ``position``-th device, in row-major order: 5 of 2 x 4 is (1, 1)."""
         found: dict[str, int] = {}
         for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
             position, found[axis] = divmod(position, size)
