@@ -311,7 +311,7 @@ class View:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> View:
-        """Return the view of the whole tensor."""
+        """Return the view that is the whole tensor, in its own order and shape."""
         return cls(tensor.name, 0, tensor.shape, c_strides(tensor.shape))
 
     def is_whole(self, tensor: Tensor) -> bool:

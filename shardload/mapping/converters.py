@@ -188,7 +188,7 @@ class ConverterStep:
     """``id`` of the variables that it assigns more than once: a conversion to a file must wait for the last value."""
     saveable: ClassVar[None] = None
     needs: ClassVar[tuple[str, ...]] = ()
-    """Names of arrays to wait for: none, because this part of a load runs after all others anyway."""
+    """Names of the variables whose arrays must have been read before: none, as it runs after all other parts anyway."""
     computes: ClassVar[bool] = True
 
     @property

@@ -97,7 +97,7 @@ class LayerStep:
         return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
 
     def keeping(self, kept: Mapping[int, Variable]) -> LayerStep:
-        """Return a copy that ignores what the hook assigns to the variables whose ``id`` is in ``kept``."""
+        """Return a copy that ignores what the hook assigns to the variables in ``kept`` (``id`` → variable)."""
         own = [v for v in self.variables if id(v) in kept]
         return replace(self, variables=tuple(v for v in self.variables if id(v) not in kept), kept=tuple(own))
 

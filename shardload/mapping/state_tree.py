@@ -47,7 +47,7 @@ class StateLeaf:
     """Dtype of the variable and of what is stored for it, such as ``bfloat16``."""
     variable: Variable
     accumulates: int | None = None
-    """For an optimizer's count of batches: its ``gradient_accumulation_steps``, with which it counts updates."""
+    """For an optimizer's count of batches: its ``gradient_accumulation_steps``, the batches of one update."""
 
     @property
     def kind(self) -> str:

@@ -118,7 +118,7 @@ class MappingStep(Protocol):
 
     @property
     def computes(self) -> bool:
-        """Whether it computes values from whole tensors; such steps run last, one at a time."""
+        """Whether this part computes values from whole tensors; such parts run last, one at a time."""
 
     def run(self, runtime: Runtime) -> None:
         """Run this part of the load, which assigns values to its variables."""

@@ -134,7 +134,7 @@ class Layout:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Number of parts into which each dim of the variable is split."""
+        """Number of parts into which each dim of the variable is split: 1 for a dim that is not split."""
         return tuple(math.prod(self.mesh.axis_size(a) for a in axes) for axes in self.spec)
 
     @property
