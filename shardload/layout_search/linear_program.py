@@ -40,29 +40,32 @@ from shardload.units import format_bytes, format_bytes_down, format_bytes_up, pl
 _TIME_LIMIT_S = 60.0
 """Seconds after which HiGHS returns the best decisions it has."""
 _TIE_BREAK = 1e-4
-"""Factor of the step time in the sum that is minimised to save memory: if memory is equal, the faster solution wins."""
+"""Weight of the step time in the sum that is minimised to save memory. It is small, so that time only decides between
+solutions that need equal memory."""
 
 _Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""What is stored at one moment of a step: pairs of the dim groups of some values, and the bytes of the whole values."""
+"""The activations stored at one moment of a step, added up by their dim groups (sets of dims that are split alike):
+pairs of the dim groups of some activations, and the bytes of these, over all devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the solver minimises, which limits it keeps, and which decisions it may take."""
+    """One task for the solver: what it minimises, which limits it keeps, and which decisions it may take."""
 
     minimise: Literal["time", "memory"] = "time"
     limit_bytes: float | None = None
-    """Most bytes of weights, gradients, slots and activations on each device, at each moment in ``buffers``."""
+    """Most bytes of weights, gradients, slots and activations on a device at each moment in ``buffers``, if limited."""
     weight_limit_bytes: float | None = None
-    """Most bytes of weights on each device."""
+    """Most bytes of weights on a device. A search without memory limit tries several, and compares the solutions."""
     storage_axes: tuple[str, ...] = ()
     """Mesh axes that may split any large weight in storage only: devices then gather the weight for use."""
     small: bool = False
-    """Whether weights below `weight_options.LEAST_STORED_BYTES` may be split in storage, too."""
+    """Whether weights of less than 64 KiB (`weight_options.LEAST_STORED_BYTES`) may be split in storage, too."""
     buffers: tuple[_Moment, ...] = ()
-    """Moments of a step at which memory counts: it is limited or minimised there, and ignored at all others."""
+    """Moments of a step at which activations count, and are limited or minimised. To keep the linear program small, a
+    search starts with none, and adds the moment at which its last solution stores most."""
     forced: tuple[tuple[int, str, bool], ...] = ()
-    """Decisions that are already taken, as triples: a dim group, an axis, and whether the axis splits the dim group."""
+    """Decisions that the solver must take, to find their cost: a dim group, an axis, and whether the axis splits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,9 @@ class Solution:
     """The decisions that the solver took, and the time of a step with them."""
 
     split: frozenset[tuple[int, str]]
-    """Pairs of a dim group and an axis that splits it."""
+    """Pairs of a dim group (dims that are split alike) and a mesh axis that splits it."""
     options: tuple[WeightOption, ...]
-    """The chosen layout for each of `Problem.weights`."""
+    """The chosen layout for each kind of weights (weights that are split alike), in the order of `Problem.weights`."""
     seconds: float
 
 
@@ -98,7 +101,7 @@ class _Model:
     binaries: dict[tuple[int, str], int] = field(default_factory=dict)
     """For each pair of a dim group and an axis, the column of the decision whether the axis splits the dim group."""
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
-    """For each kind of weights, pairs of a possible layout and the column that is 1 if it is chosen."""
+    """For each kind of weights (split alike), pairs of a possible layout and the column that is 1 if it is chosen."""
     _integral: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
     """For each column, the seconds that a step takes longer if the variable of the column is 1 instead of 0."""
@@ -160,7 +163,10 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return each way to split some dim groups, and with it the column that is 1 if they are split so."""
+        """Return each way to split some dim groups over the mesh, with the column that is 1 if they are split so.
+
+        A cost that depends on several decisions is then linear: a sum of one cost for each way, times its column.
+        """
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
@@ -179,7 +185,7 @@ class _Model:
                     self._rows.append(({**row, self.binaries[dim_group, axis]: -1.0}, 0.0, 0.0))
 
     def _weights(self) -> dict[int, float]:
-        """Add a column for each layout that a kind of weights can have; return its bytes per device, by column."""
+        """Add a column for each layout that weights can have; return the layout's bytes per device, by column."""
         memory: dict[int, float] = {}
         only: dict[int, float] = {}
         for weight in self.problem.weights:
@@ -249,9 +255,11 @@ class _Model:
 # ---- what is minimised: the product of time and memory, or time within a memory limit ----------------
 
 _TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Limits for bytes of weights that a search without memory limit tries, as multiples of the least bytes possible."""
+"""A search without memory limit tries each of these limits on the bytes of weights, and keeps the solution with the
+least product of time and memory. The limits are multiples of the least bytes that any solution needs."""
 MOMENTS = 4
-"""How often, at most, a search limits memory at one more moment (where its last solution peaks), and solves again."""
+"""How often, at most, a search adds a moment of the step at which memory is limited (where its last solution stores
+most) and solves again."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
@@ -332,9 +340,10 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
-    """Return a pair: the last demand, and the fastest solution within its limit, or ``None`` if none was found.
+    """Return a pair: the `Demand` that the solver got last, and the fastest solution within its limit, or ``None``.
 
-    If a solution needs too much at some moment, the moment is added to ``demand.buffers``, and the solver runs again.
+    Memory is limited at the moments in ``demand.buffers`` only. If a solution needs too much at another moment of the
+    step, this moment is added, and the solver runs again.
     """
     for _ in range(MOMENTS + 1):
         solution = solve(problem, demand)
@@ -350,7 +359,7 @@ def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solutio
 
 
 def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
-    """Return the solution that needs least memory, and the bytes that it needs on a device."""
+    """Return the solution that needs least memory, and the bytes that it needs on a device: an error names them."""
     demand = replace(demand, minimise="memory", limit_bytes=None)
     best: tuple[Solution, DeviceBytes] | None = None
     for _ in range(MOMENTS):
@@ -370,7 +379,7 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
 
 
 def chosen_options(problem: Problem, solution: Solution) -> Iterator[tuple[WeightKind, WeightOption]]:
-    """Yield pairs of a kind of weights and the layout that a solution chose for these weights."""
+    """Yield pairs of a kind of weights (weights that are split alike) and the layout that a solution chose for them."""
     return zip(problem.weights, solution.options, strict=True)
 
 
@@ -390,7 +399,7 @@ def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
 def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]:
     """Return the most bytes of activations that a device stores at one moment, and what is stored at that moment.
 
-    The update of an optimizer is one more moment. It stores no activations, but `Problem.update_bytes`.
+    The update of an optimizer is one more moment. It stores no activations, but the bytes in ``problem.update_bytes``.
     """
     update: tuple[int, _Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
     program = problem.traced.program
@@ -424,5 +433,5 @@ def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]
 
 
 def assignment_of(problem: Problem, solution: Solution, dim_groups: Sequence[int]) -> Assignment:
-    """Return, for each mesh axis, the one of ``dim_groups`` that the axis splits in a solution, or ``None``."""
+    """Return, for each mesh axis, which of the ``dim_groups`` of a tensor it splits in a solution, or ``None``."""
     return tuple(next((k for k in dim_groups if (k, axis) in solution.split), None) for axis in problem.mesh.axes)

@@ -15,7 +15,8 @@ from typing import Any
 from shardload.layout_search.program import UNSPLIT, Exchange, Lookup, Program, Value
 
 PrimitiveRule = Callable[[Program, Any, Sequence[Value]], list[Value]]
-"""Takes the program, an equation of JAX, and the `Value`s of the operands; returns the `Value`s of the results."""
+"""How one JAX primitive maps dims: a function of the program, an equation, and the operands' `Value`s, that adds the
+work of the operation to the program and returns the results' `Value`s."""
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
@@ -42,7 +43,7 @@ def itemsize(aval: Any) -> int:
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Return a new `Value` with the shape of ``var``. ``dims`` has a node for each dim, or ``None`` for a new one."""
+    """Return a new `Value` with the shape of ``var``. ``dims`` has a node (number) for each dim, or ``None``."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
@@ -75,7 +76,7 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``iota`` and random numbers: the dims of the results may be split in any way that readers need."""
+    """Rule of ``iota`` and random numbers: the dims of the results may be split as later operations need it."""
     made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
     for value in made:
         value.recomputed = True
@@ -158,9 +159,9 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 def _carried(
     program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
 ) -> tuple[int, int, int] | None:
-    """Return the dim that stays split in a block of a reshape: its old position, its new one, and its new node.
+    """Return the dim that stays split where a reshape turns dims ``olds`` into ``news``: old and new place, new node.
 
-    ``olds`` and ``news`` are positions of the block's dims; the result is ``None`` if all of them must be whole. For
+    The result is ``None`` if all these dims must be whole; a node is the number of a dim (`Value.dims`). For
     grouped-query attention, 8 query heads become (4 groups, 2 heads each). Over 2 or 4 devices, the groups are split
     like the heads. Over 8, both dims are split together, which XLA does without communication: the second dim carries
     the node of all 8 heads, until the two dims are merged again.
@@ -196,7 +197,7 @@ def _carried(
 
 
 def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Pair up dims of two shapes with equal products: ([0], [0, 1]) and ([1], [2]) for shapes (6, 4) and (2, 3, 4)."""
+    """Pair up the dims that a reshape turns into each other: ([0], [0, 1]) and ([1], [2]) for (6, 4) to (2, 3, 4)."""
     blocks: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -221,7 +222,7 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
-    """Return results with dims split as in ``value`` where ``kept(dim)`` is true; other dims are sliced, so whole."""
+    """Return an equation's results: if ``kept(dim)``, a dim is split as in ``value``; others are sliced, so whole."""
     results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
         if not kept(d):
@@ -358,7 +359,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``dot_general``: summed and batch dims are split alike. If a summed dim is split, results are added."""
+    """Rule of ``dot_general``: summed and batch dims are split alike. If a summed dim is split, devices add results."""
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):

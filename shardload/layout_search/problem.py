@@ -26,14 +26,15 @@ from shardload.sharding.mesh import MeshSpec
 _LEAST_DECIDED_BYTES = 1 << 10
 """A search makes no decision about dims that only variables of fewer bytes have, such as seeds of layers."""
 _ROUNDS = 3
-"""How far groups are compared: they are alike if all operations up to three operations away from each are alike."""
+"""Two groups of dims are one decision if all operations up to this many operations away from them are alike."""
 Assignment = tuple[int | None, ...]
-"""For each mesh axis, in the order of the mesh, the dim group that the axis splits, or ``None`` if it splits none."""
+"""One way to split a tensor: for each mesh axis, in the order of the mesh, the dim group (dims that are split alike)
+that the axis splits, or ``None`` if it splits none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates of one device and of the links of each mesh axis.
+    """Rates of one device and of the links of each mesh axis, from which a search estimates the time of a step.
 
     The defaults are those of a TPU v5e at about half of its peak rates: 197 TFLOP/s in bfloat16, 819 GB/s of memory
     bandwidth, and 45 GB/s per link and direction (https://cloud.google.com/tpu/docs/v5e).
@@ -107,10 +108,13 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """Sizes for an embedding in which a step looks up rows only once, in one operation."""
+    """Sizes of the only lookup that a step makes in an embedding.
+
+    From them a search estimates whether the batch axis should split the embedding's rows, too (see `weight_options`).
+    """
 
     dim: int
-    """The dim of the embedding that indices refer to."""
+    """The dim of the embedding along which the indices count: usually 0, its rows."""
     nbytes: int
     """Bytes of the whole embedding, and of its gradient, in the dtype in which the step reads it."""
     rows_bytes: int
@@ -121,21 +125,21 @@ class EmbeddingUse:
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """Variables that are split alike under every plan: the same shape, dtype, slots and dim groups."""
+    """Variables that every plan splits alike, as their shapes, dtypes, slots and dim groups are equal."""
 
     shape: tuple[int, ...]
     nbytes: int
     dim_groups: tuple[int, ...]
-    """For each dim of the variables, its dim group, or `UNSPLIT` if it is in none."""
+    """For each dim of the variables, the number of its dim group (dims split alike); `UNSPLIT` if it is in none."""
     trainable: bool
     pin: Spec | None
     """The layout that the user has fixed for the variables; ``None`` if the search may choose it."""
     slots: tuple[Slot, ...]
-    """The optimizer's state for one of the variables."""
+    """The arrays that the optimizer keeps for each of the variables, such as two moments for Adam."""
     members: tuple[int, ...]
-    """Positions of the variables in `Traced.weights`."""
+    """Positions of the variables in `Traced.weights`, which lists all variables of the model."""
     embedding: EmbeddingUse | None = None
-    """Sizes of the lookup, if a step looks up rows of the variable exactly once; else ``None``."""
+    """Sizes of the lookup, if the variable is an embedding that a step looks rows up in exactly once, or ``None``."""
 
     def allows(self, layout: Layout) -> bool:
         """Whether a layout splits the variables evenly, and also each of their slots that must be split evenly."""
@@ -155,31 +159,33 @@ class WorkKind:
     flops: float
     nbytes: float
     exchanges: tuple[Exchange, ...]
-    """Collectives that a split causes. Their ``group`` and ``dims`` are dim groups, not nodes of the traced program."""
+    """Collectives that the operations need if certain dims are split. `Exchange.group` and `Exchange.dims` are numbers
+    of dim groups here (dims that are split alike), not of single dims."""
     count: int = 0
 
 
 @dataclass(slots=True)
 class Problem:
-    """A planning problem on one mesh: dim groups, which a plan decides about, and weights and work, which cost time."""
+    """What a search decides for one mesh, and what it costs: groups of dims to split, weights, operations."""
 
     mesh: MeshSpec
     hardware: Hardware
     traced: Traced
     dim_group_of: Mapping[int, int]
-    """The number of the dim group to which each group of the traced program belongs."""
+    """For each group of the traced program (dims that must be split alike), the number of its dim group. A dim group
+    joins the groups that play the same part in equal layers."""
     length: Mapping[int, int]
     """For each dim group, the greatest common divisor of its dims' lengths. The number of parts must divide it."""
     weights: tuple[WeightKind, ...]
     work: tuple[WorkKind, ...]
     conflicts: frozenset[frozenset[int]]
-    """Pairs of dim groups that occur in one tensor: an axis can split only one of the two."""
+    """Pairs of dim groups that occur in one tensor: a mesh axis can split only one of the two."""
     pinned: Mapping[str, int]
-    """Maps the batch axis to the dim group of the batch, which it splits in every plan; empty if it cannot do so."""
+    """Maps the batch axis to the dim group of the batch, which it always splits; empty if the batch does not divide."""
     update_bytes: int = 0
-    """Bytes that the optimizer's update needs on every device in addition to its state (see `OptimizerMemory`)."""
+    """Bytes that the optimizer's update needs on every device besides its slots, for what it gathers there."""
     candidates: tuple[tuple[int, str], ...] = ()
-    """Pairs of a dim group and an axis that may split it: the decisions of the plan."""
+    """The decisions of the plan: pairs of a dim group (dims that are split alike) and a mesh axis that may split it."""
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def assignments(self, dim_groups: Sequence[int]) -> Iterator[Assignment]:
@@ -194,7 +200,7 @@ class Problem:
         yield from itertools.product(*choices)
 
     def shard_count(self, dim_groups: Sequence[int], assignment: Assignment) -> int:
-        """Return the number of shards of a tensor with these dim groups under an assignment."""
+        """Return the number of shards of a tensor with these dim groups, if mesh axes split as in ``assignment``."""
         return math.prod(
             self.sizes[axis]
             for axis, dim_group in zip(self.mesh.axes, assignment, strict=True)
@@ -202,7 +208,7 @@ class Problem:
         )
 
     def exchange_s(self, exchange: Exchange, assignment: Assignment) -> tuple[float, float]:
-        """Return the seconds that a collective takes under an assignment, and the bytes of its result per device."""
+        """Return the seconds of a collective, and its result's bytes per device, if axes split as in ``assignment``."""
         seconds = moved = 0.0
         for i, axis in enumerate(self.mesh.axes):
             if assignment[i] != exchange.group:
@@ -217,7 +223,7 @@ class Problem:
         return seconds, moved
 
     def work_s(self, work: WorkKind, assignment: Assignment) -> float:
-        """Return the seconds that one operation of this kind takes under an assignment, with its collectives."""
+        """Return the seconds of one operation with its collectives, if mesh axes split as in ``assignment``."""
         parts = self.shard_count(work.dim_groups, assignment)
         compute = self.hardware.compute_s(work.flops / parts, work.nbytes / parts)
         return compute + sum(self.exchange_s(e, assignment)[0] for e in work.exchanges)
@@ -232,7 +238,7 @@ def make_problem(
     pins: Mapping[int, Spec],
     optimizer: OptimizerMemory,
 ) -> Problem:
-    """Reduce a traced program to a planning problem; ``pins`` has the layouts that must stay, by ``id(variable)``."""
+    """Turn a traced program into decisions and costs for the solver; ``pins``: fixed layouts by ``id(variable)``."""
     program = traced.program
     dim_groups = _dim_groups(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.
@@ -280,10 +286,10 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
 
 
 def _dim_groups(traced: Traced) -> dict[int, int]:
-    """Return the number of the dim group of each group. Groups that weights and operations use alike get one number.
+    """Return, for each group of the program, the number of its dim group: one number for groups of equal layers.
 
-    It is found by colour refinement on the graph of groups, weights and operations, in `_ROUNDS` rounds. Groups that
-    are alike but occur in one tensor get different numbers.
+    So the hidden dims of all layers of a transformer are one decision. Groups are compared by colour refinement on the
+    graph of groups, weights and operations, in `_ROUNDS` rounds. Two that occur in one tensor get different numbers.
     """
     program = traced.program
     uses = Counter(_signature(program, op) for op in program.operations)
@@ -316,7 +322,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return the groups of an operation's dims, and a tuple of its other properties, which is equal for equal work."""
+    """Return the groups of an operation's dims, and a tuple of what else its cost depends on, to compare and count."""
     dims = [program.group(n) for n in op.dims]
     exchanges = []
     for e in op.exchanges:

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 UNSPLIT = -1
-"""The number that stands for every dim of length 1, as its node and as its group: nothing can split it."""
+"""All dims of length 1 have this number, where others have their own (*node*) or their group's; they are not split."""
 CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One array of a traced program: its shape, the nodes of its dims, and when its buffer is needed."""
+    """One array of a traced program: its shape, a number (*node*) for each dim, and when its buffer is needed."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -65,13 +65,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective that an operation needs if ``group`` is split."""
+    """A collective that an operation needs if a mesh axis splits the dims of ``group`` (dims that are split alike)."""
 
     kind: CollectiveKind
     group: int
     nbytes: int
-    """Bytes of the result. A device has only a part of them where other axes split ``dims``. For a collective-permute,
-    these are the bytes of the shards of all devices."""
+    """Bytes of the result if only ``group`` is split. If other axes split ``dims``, a device has only a part of them.
+    For a collective-permute, the bytes of the shards of all devices."""
     dims: tuple[int, ...]
 
 
@@ -81,7 +81,7 @@ class Operation:
 
     name: str
     dims: tuple[int, ...]
-    """Nodes (see `Value.dims`) of all dims whose split divides the work over devices."""
+    """Nodes (numbers of dims, see `Value.dims`) of all dims whose split divides the work over devices."""
     flops: float
     nbytes: float
     """Bytes written to memory over all devices."""
@@ -90,40 +90,42 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A lookup in an embedding: ``indices`` select the ``rows``."""
+    """A lookup in an embedding: ``indices`` select ``rows``. A search may split such rows over the batch axis, too."""
 
     embedding: Value
     dim: int
-    """The dim of the embedding that indices refer to."""
+    """The dim of the embedding along which the indices count: usually 0, its rows."""
     indices: Value
     rows: Value
 
 
 @dataclass(slots=True)
 class Program:
-    """The groups, operations and values of one traced program."""
+    """One traced program: its arrays, its operations, and groups of dims that must be split alike."""
 
     divisors: tuple[int, ...]
     """Sizes of the mesh axes. An axis can split a dim if its size divides the dim's length."""
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     tensors: set[tuple[int, ...]] = field(default_factory=set)
-    """For every value with several dims, their nodes: a mesh axis can split only one dim of a value."""
+    """For every array with several dims, the numbers of its dims (nodes): dims that meet in one array cannot be split
+    over the same mesh axis."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
-    """Nodes of dims that are cut into slices, are slices, or are joined from slices. A search splits none of them: XLA
-    would move slices between devices in ways that the cost model does not know."""
+    """Nodes (numbers) of dims that are cut into slices, are slices, or are joined from slices. A search splits none:
+    XLA would move slices between devices in ways that the cost model does not know."""
     members: dict[int, int] = field(default_factory=dict)
-    """For grouped-query attention: maps the group of a dim of head groups to the node of the dim of all heads."""
+    """For grouped-query attention, where 8 query heads become a dim of 4 groups and a dim of 2 heads: maps the number
+    of the dim of groups to that of the dim of all heads."""
     unknown: Counter[str] = field(default_factory=Counter)
-    """How often each primitive occurs that has no rule in `primitives`."""
+    """How often each JAX primitive occurs that has no rule in `primitives`: a plan has a note on each of them."""
     clock: int = 0
     _parent: list[int] = field(default_factory=list)
     _length: list[int] = field(default_factory=list)
     _repeat: int = 1
 
     def group(self, node: int) -> int:
-        """Return the group of a node: the number of one of the group's nodes, the same for all of them."""
+        """Return the group of a dim: all dims that are split alike have the same number, the node of one of them."""
         if node == UNSPLIT:
             return UNSPLIT
         parent = self._parent
@@ -134,11 +136,11 @@ class Program:
         return node
 
     def length(self, node: int) -> int:
-        """Return the greatest common divisor of the lengths of a group's dims; the number of parts must divide it."""
+        """Return the greatest common divisor of all lengths in a node's group: the number of parts must divide it."""
         return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
-        """Merge the groups of two nodes; return the merged group. If one is `UNSPLIT`, return the other unchanged."""
+        """Merge the groups of two nodes, which are then split alike; return the group. With `UNSPLIT`, do nothing."""
         # UNSPLIT is -1: the maximum is the other node.
         if UNSPLIT in (first, second):
             return max(first, second)
@@ -157,7 +159,7 @@ class Program:
             self.unite(a, b)
 
     def node(self, length: int) -> int:
-        """Return a new node for a dim of this length, in a group of its own; `UNSPLIT` for length 1."""
+        """Return a new node (number) for a dim of this length, in a group of its own; `UNSPLIT` for length 1."""
         if length == 1:
             return UNSPLIT
         self._parent.append(len(self._parent))
@@ -176,7 +178,7 @@ class Program:
         *,
         view_of: Value | None = None,
     ) -> Value:
-        """Return a new value. ``dims`` has a node for each dim, or ``None`` for a dim in a new group of its own."""
+        """Add an array, and return it. ``dims`` has the node of each dim, or ``None`` for one in a group of its own."""
         shape = tuple(int(n) for n in shape)
         known = [None] * len(shape) if dims is None else dims
         nodes = tuple(
@@ -196,7 +198,7 @@ class Program:
             value.root.stored = True
 
     def keep_for_later(self, boundary: int) -> None:
-        """Record that values made in the forward pass (up to moment ``boundary``) and read after it need buffers."""
+        """Record buffers for values that the forward pass (until ``boundary``) makes and the backward pass reads."""
         for value in self.values:
             # Views share their root's buffer, and what is recomputed needs none.
             if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
@@ -210,7 +212,7 @@ class Program:
     def work(
         self, name: str, dims: Sequence[int], *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
     ) -> None:
-        """Record an operation. Inside a loop (see `repeated`), it counts as often as the loop repeats it."""
+        """Record an operation with its dims (nodes), work and collectives; in a loop, as often as it is `repeated`."""
         n = self._repeat
         # A dim of length 1 is never split, so it causes no exchange.
         grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
@@ -223,18 +225,18 @@ class Program:
             self.work(why, value.dims, exchanges=(gather,))
 
     def need_all(self, value: Value, *, why: str) -> None:
-        """Record that an operation needs all dims whole: one gather for each, the last dim first, as XLA does it."""
+        """Record that an operation needs a whole value: a gather for each split dim, the last first, as XLA does it."""
         for d, node in enumerate(value.dims):
             if node != UNSPLIT:
                 gather = Exchange("all-gather", node, value.nbytes, value.dims[: d + 1])
                 self.work(why, value.dims, exchanges=(gather,))
 
     def heads_of(self, groups: int) -> int | None:
-        """Return the node of the dim of all heads, given the node of a dim of head groups; ``None`` for other dims."""
+        """Return the node of the dim of all heads, if ``groups`` is that of a dim of head groups; else ``None``."""
         return self.members.get(self.group(groups))
 
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
-        """Return the bytes of the all-reduce of a sum ``made`` over ``dim`` of ``value``, if that dim is split.
+        """Return the bytes that are all-reduced if ``made`` is a sum of ``value`` over ``dim``, and the dim is split.
 
         In grouped-query attention, gradients are summed over the heads of each group. If heads are split over more
         devices than there are groups, only the devices that share a group add up, and only the part of the result for
@@ -266,5 +268,5 @@ class Program:
             self._repeat = before
 
     def can_follow(self, outer: int, inner: int) -> bool:
-        """Whether dims of two lengths can be split alike: each axis that divides ``outer`` also divides ``inner``."""
+        """Whether dims of two lengths can be split alike: each axis size that divides ``outer`` divides ``inner``."""
         return all(inner % k == 0 for k in self.divisors if k > 1 and outer % k == 0)

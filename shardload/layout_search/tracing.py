@@ -43,13 +43,13 @@ _VALUES_NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A model's program as a `Program`, for meshes with axes of certain sizes, and which of its values are weights."""
+    """A model's step as a `Program`: operations, and dims that must be split alike; and which arrays are weights."""
 
     program: Program
     weights: tuple[tuple[Any, Value], ...]
-    """Pairs of each Keras variable of the model and its `Value` in the program."""
+    """Pairs of each Keras variable of the model and its `Value` (array) in the program."""
     batch: tuple[int, ...]
-    """Nodes (see `Value.dims`) of the first dim of each input, except those of length 1."""
+    """Numbers (nodes, see `Value.dims`) of the first dims of the inputs, which are the batch; none for length 1."""
     training: bool
 
 
@@ -125,12 +125,12 @@ def is_array(leaf: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A model's program as JAX records it; it depends on no mesh."""
+    """A model's step as JAX records it (a jaxpr). It depends on no mesh: `trace` reads it for certain axis sizes."""
 
     variables: tuple[Any, ...]
     """The Keras variables that are the first arguments of the program, trainable ones first."""
     trainable: int
-    """Number of trainable variables."""
+    """How many of ``variables`` are trainable: the first ones."""
     closed: ClosedJaxpr
     training: bool
 
@@ -202,7 +202,7 @@ def reason_of(error: Exception) -> str:
 
 
 def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
-    """Turn a recorded program into groups of dims and operations; ``divisors`` are the sizes of the mesh axes."""
+    """Find which dims of a recorded program must be split alike, and its operations; ``divisors``: mesh axis sizes."""
     program = Program(divisors)
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))
@@ -257,7 +257,7 @@ _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def read_program(program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
-    """Add the equations of a recorded program to ``program``, and return the values of its results."""
+    """Add the equations of a recorded program to ``program``, by the rules of their primitives; return the results."""
     if isinstance(jaxpr, ClosedJaxpr):
         arguments = [*(program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in jaxpr.consts), *arguments]
         jaxpr = jaxpr.jaxpr
@@ -301,7 +301,7 @@ def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Val
 
 
 def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``scan``: read the body once. The carry is split alike in all iterations; the scanned dim is whole."""
+    """Rule of ``scan``: read the loop's body once. All iterations split the carry alike; the scanned dim is whole."""
     params = eqn.params
     if "num_consts" in params:
         n_consts, n_carry = params["num_consts"], params["num_carry"]

@@ -26,20 +26,21 @@ from shardload.sharding.layout import Layout, Spec
 
 LEAST_STORED_BYTES = 1 << 16
 """Variables of fewer bytes are not split in storage, because gathering them before use would cost more than the split
-saves. They are stored split only if no solution fits otherwise (`Demand.small`)."""
+saves. They are stored split only if no layout fits the memory limit otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOption:
-    """One possible layout of a `WeightKind`: how it is split in use, and how in storage."""
+    """One possible layout of a kind of weights (split alike): how they are split in use, and how in storage."""
 
     spec: Spec
     assignment: Assignment
-    """The dim group that each axis splits, in the weight and in the operations that read it."""
+    """For each mesh axis, the dim group (dims that are split alike) that it splits while operations use the weight."""
     stored: tuple[tuple[str, int], ...]
     """(axis, dim) pairs: the axis splits this dim of the weight in storage only; the weight is gathered before use."""
     moved: str = ""
-    """The batch axis if it splits the rows of an embedding, so that the batch is moved to the rows; else empty."""
+    """The batch axis, if it also splits the rows of an embedding: every device then looks the whole batch up in its own
+    rows. Else empty."""
 
 
 def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
@@ -52,7 +53,12 @@ def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOptio
 def weight_options(
     problem: Problem, weight: WeightKind, *, storage_axes: Collection[str], small: bool
 ) -> Iterator[WeightOption]:
-    """Yield the layouts that a kind of weights can have, given ``storage_axes`` and ``small`` of the `Demand`."""
+    """Yield each layout that weights of one kind can have: each way to split them in use, and further in storage.
+
+    ``storage_axes`` are mesh axes that may split any weight in storage only: devices gather it before use. Weights
+    below `LEAST_STORED_BYTES` are split so only if ``small`` is true. Layouts that contradict a pin or do not divide
+    are left out.
+    """
     for assignment in problem.assignments(weight.dim_groups):
         use: list[tuple[str, ...]] = [()] * len(weight.shape)
         for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
@@ -92,20 +98,25 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Co
 
 @dataclass(frozen=True, slots=True)
 class WeightExchange:
-    """A collective for a weight: a gather if it is stored split, or a change if the batch moves to its rows."""
+    """A collective that the layout of one weight adds to a step, or saves: such as a gather if it is stored split."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     count: int
     """How often a step runs the collective. Negative, like bytes and seconds, if the step runs it less often."""
     nbytes: float
-    """Bytes of the result of one run on each device."""
+    """Bytes on each device of the result of one run of the collective."""
     seconds: float
-    """Seconds of all ``count`` runs."""
+    """Seconds that all ``count`` runs of the collective take in a step."""
 
 
 def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption) -> Iterator[WeightExchange]:
-    """Yield the collectives for one weight. One that is stored split is gathered dim by dim, the last dim first."""
+    """Yield the collectives that a layout of one weight adds to a step, or saves.
+
+    A weight that is stored split is gathered before use, and in training again for the backward pass: by one all-gather
+    for each dim that is split in storage, the last dim first. If the batch moves to the weight's rows, see
+    `batch_move`.
+    """
     if option.moved:
         yield from batch_move(problem, weight, option.assignment, option.moved)
     hardware, sizes = problem.hardware, problem.sizes
@@ -123,7 +134,11 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
 
 
 def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> str | None:
-    """Return the batch axis if moving the batch to an embedding's rows is possible and saves time; else ``None``."""
+    """Return the batch axis if it should split an embedding's rows, too, which saves time; ``None`` if it should not.
+
+    Every device then looks the whole batch up in its own rows, and the gradient of the whole embedding need not be
+    added up over the batch axis.
+    """
     embedding = weight.embedding
     if embedding is None or not (weight.trainable and problem.traced.training) or len(problem.pinned) != 1:
         return None
@@ -138,7 +153,7 @@ def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) ->
 
 
 def batch_move(problem: Problem, weight: WeightKind, assignment: Assignment, axis: str) -> Iterator[WeightExchange]:
-    """Yield the collectives that are added or saved if the batch, split over ``axis``, moves to an embedding's rows."""
+    """Yield the collectives that a step adds or saves if the batch axis ``axis`` also splits an embedding's rows."""
     embedding = weight.embedding
     assert embedding is not None
 
