@@ -32,9 +32,11 @@ from shardload.keras_bridge.model_state import own_layers
 from shardload.units import plural
 
 _ROUNDINGS = 8
-"""64 independent roundings add up to about 8 times the size of one: the sum grows like a random walk, and 8 = √64."""
+"""A result may differ by so many times the measured rounding. 64 independent roundings add up to about 8 times the size
+of one, as the sum grows like a random walk: 8 = √64."""
 _SAMPLES = 3
-"""How often weights are moved to measure rounding. One movement is not enough: it may hardly change a loss."""
+"""In how many runs weights and inputs are moved by a rounding, to see how far results move. One run is not enough: it
+may hardly change a loss."""
 _MOST_SAMPLES = 15
 """How often weights are moved if `_SAMPLES` movements do not explain a difference. Rounding can move an activation
 across the kink of a ReLU, or change which entry is the maximum. A gradient then jumps, and Adam turns a gradient that
@@ -56,7 +58,7 @@ class ComparedArray:
     max_abs: float
     """Largest absolute difference of the two arrays; infinite if an element is finite in only one of them."""
     allowed: float
-    """Largest absolute difference that rounding explains."""
+    """Largest absolute difference that rounding explains: the tolerance of this array."""
     undefined: int = 0
     """Number of elements that cannot be compared: they are NaN on one device too, rounding alone makes them infinite or
     NaN, or no element of the array is finite."""
@@ -68,7 +70,7 @@ class ComparedArray:
 
     @property
     def share(self) -> float:
-        """The largest difference of the two arrays, divided by the largest difference that rounding explains."""
+        """The largest difference of the two arrays, divided by the largest that rounding explains: above 1 is wrong."""
         return self.max_abs / self.allowed if self.allowed else (math.inf if self.max_abs else 0.0)
 
     @property
@@ -94,13 +96,16 @@ class ComparedArray:
 
 
 def coarsest_eps(model: Any) -> float:
-    """Return the distance from 1 to the next number in the coarsest dtype that a model stores or computes in."""
+    """Return the size of a rounding in the coarsest dtype of a model: the distance from 1 to the next number in it."""
     dtypes = {str(v.dtype) for v in model.variables} | {str(layer.compute_dtype) for layer in own_layers(model)}
     return max([float(jnp.finfo(dtype).eps) for dtype in dtypes if "float" in dtype], default=0.0)
 
 
 def nudged(values: Any, eps: float, *, seed: int) -> Any:
-    """Return a tree of host arrays with every float moved by about one unit in the last place, up or down."""
+    """Return a tree of host arrays with every float moved by one rounding (``eps``), up or down at random.
+
+    A run of the model on these values shows how far rounding can move its results.
+    """
     coin = np.random.default_rng(seed)
 
     # One generator for the whole tree: every array gets signs of its own, the same ones in every run with this seed.
@@ -121,7 +126,7 @@ class Compared:
 
     arrays: tuple[ComparedArray, ...]
     movements: int
-    """How often the weights were moved to measure rounding."""
+    """In how many runs weights and inputs were moved by a rounding, to see how far results move: 3 or 15."""
 
 
 def compare_all(
@@ -132,10 +137,11 @@ def compare_all(
     eps: float,
     terms: Mapping[str, int] | None = None,
 ) -> Compared:
-    """Compare each result with that of one device. If three movements do not explain all differences, make twelve more.
+    """Compare each result of a sharded model with that of one device (``expected``), and allow for rounding.
 
-    ``moved`` takes seeds, and returns the results of one device for values that are `nudged` with each seed. ``terms``
-    has the number of float32 terms of each result that is one large sum, such as the loss.
+    ``moved`` takes seeds. For each, it runs the model on one device, with weights and inputs that `nudged` moved by a
+    rounding, and returns the results. Three seeds are tried; if they do not explain all differences, twelve more.
+    ``terms`` has the number of float32 terms of each result that is one large sum, such as the loss.
     """
     runs: list[Mapping[str, Any]] = []
 
@@ -157,7 +163,11 @@ def compare_all(
 def compare(
     name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
 ) -> ComparedArray:
-    """Compare a result with that of one device (``expected``), and with its results for `nudged` values (``moved``)."""
+    """Compare a sharded model's result with that of one device, ``expected``: does rounding explain the difference?
+
+    ``moved`` has results of one device for weights and inputs that `nudged` moved by a rounding (``eps``). How far they
+    are from ``expected`` gives the tolerance. ``terms``: as in `compare_all`.
+    """
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):

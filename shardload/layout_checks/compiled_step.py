@@ -101,26 +101,28 @@ class CompiledStep:
     argument_bytes: int
     """Bytes of the step's arguments: weights, optimizer slots and the batch."""
     output_bytes: int
-    """Bytes of the step's results: outputs, gradients, or the new state."""
+    """Bytes of the step's results: outputs for inference, else loss and gradients, or loss and new weights and
+    slots."""
     alias_bytes: int
-    """Bytes of results that reuse the memory of arguments."""
+    """Bytes of results that reuse the memory of arguments, as new weights do in training: they count once in the
+    total."""
     temporary_bytes: int
     """Bytes of activations and everything else that the program allocates while it runs."""
     float32_argument_bytes: int
-    """Bytes of float32 arguments that would be 16-bit in a 16-bit model."""
+    """Bytes of float32 arguments that would be 16-bit in a 16-bit model: `scaled` halves them."""
     float32_output_bytes: int
-    """Bytes of float32 results that would be 16-bit in a 16-bit model."""
+    """Bytes of float32 results that would be 16-bit in a 16-bit model: `scaled` halves them."""
     collectives: tuple[Collective, ...]
     """Every collective instruction in the compiled program."""
     compile_s: float
     float32_update_bytes: int = 0
-    """Bytes of temporaries that an optimizer needs in float32 even if the model is 16-bit."""
+    """Bytes of temporaries that an optimizer needs in float32 even if the model is 16-bit: `scaled` keeps them."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how to read the numbers of this step."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes on each device while the step runs."""
+        """Bytes on each device while the step runs: arguments, results and temporaries; shared memory counts once."""
         # Donated arguments become outputs in place: the new weights of a training step are counted once.
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
@@ -225,7 +227,7 @@ def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...
 
 
 def check_batch(**arguments: Any) -> None:
-    """Raise unless arguments consist of numbers and arrays of numbers, or of their shapes."""
+    """Raise unless each argument is a structure of numbers and arrays of numbers, or of their shapes."""
     for argument, value in arguments.items():
         check_no_iterator(argument, value)
         for leaf in jax.tree.leaves(value):
@@ -235,7 +237,7 @@ def check_batch(**arguments: Any) -> None:
 
 
 def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
-    """Return shapes with shardings for a batch: each array split over the batch axis if it divides, else replicated."""
+    """Return shapes with shardings for a batch: arrays that divide are split over the batch axis, others replicated."""
     axis = choice.batch_axis or choice.mesh.batch_axis
     parts = choice.mesh.axis_size(axis)
 
@@ -252,7 +254,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 
 
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments into (structures of) arrays, and all others, which become constants of the program."""
+    """Divide keyword arguments of ``call`` into arrays and others, which become constants of the program."""
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or {}):
         raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
     found = dict(kwargs or {})
@@ -302,7 +304,7 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
 
 
 def _float32_bytes(specs: Any) -> int:
-    """Return the bytes on one device of all arrays in ``specs`` that are float32."""
+    """Return the bytes on one device of all float32 arrays in ``specs``, a structure of shapes with shardings."""
     leaves = [leaf for leaf in jax.tree.leaves(specs) if leaf.dtype == np.float32]
     return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 

@@ -63,7 +63,7 @@ _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _Inside = Literal["", "loop", "branch"]
 _INSIDE: dict[str, _Inside] = {"while": "loop", "conditional": "branch"}
 _DeviceGroups = tuple[tuple[int, ...], ...]
-"""Groups of devices: for each group, the positions of its devices in the program's order of devices."""
+"""Groups of devices that exchange data: for each, the positions of its devices in the program's order of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _collective(one: _Instruction, mesh: MeshSpec) -> Collective:
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
-    """Return the name of the computation that runs first, and the instructions of every computation, by its name."""
+    """Return the name of the computation (function) that runs first, and the instructions of each one, by name."""
     entry, current = "", list[_Instruction]()
     found: dict[str, list[_Instruction]] = {}
     for line in text.splitlines():
@@ -191,7 +191,7 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
 
 
 def _closing(text: str, start: int = 0) -> int:
-    """Return the index after the closing parenthesis that belongs to the opening one at ``start``."""
+    """Return the index after the closing parenthesis that belongs to the first opening one, from ``start`` on."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] == "(") - (text[at] == ")")
@@ -228,7 +228,7 @@ def collective_json(found: Collective) -> dict[str, Any]:
 
 
 def replica_groups(attributes: str) -> _DeviceGroups:
-    """Return the groups of devices in an instruction's attributes; empty if there are none.
+    """Return the groups of devices that exchange data, from the text of a collective's attributes; else empty.
 
     XLA for TPU leaves the groups out of the text (``{}``) once it has chosen how to run the collective.
     """
@@ -251,7 +251,7 @@ def replica_groups(attributes: str) -> _DeviceGroups:
 
 
 def group_axes(groups: _DeviceGroups, mesh: MeshSpec) -> tuple[str, ...]:
-    """Return the mesh axes along which devices of one group differ."""
+    """Return the mesh axes along which devices of one group differ: the axes over which a collective runs."""
     found = set()
     for group in groups:
         coordinates = np.unravel_index(np.array(group), mesh.sizes)

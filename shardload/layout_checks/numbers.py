@@ -130,7 +130,8 @@ class NumbersCheck:
     found_device_bytes: Mapping[int, int]
     """For the id of each device, the bytes of the compared variables' shards that were found on it."""
     movements: int = 3
-    """How often weights were moved to measure rounding: 3 times, or 15 if three did not explain every difference."""
+    """In how many runs weights and inputs were moved by a rounding, to see how far results move: 3, or 15 if three runs
+    did not explain every difference."""
 
     @property
     def wrong(self) -> tuple[ComparedArray, ...]:
@@ -227,7 +228,7 @@ class _Placed:
     """The array that a variable has after the sharded run, and the layout that it should have."""
 
     key: int
-    """``id`` of the variable."""
+    """``id`` of the variable, to look it up in the check of the live model's own shards."""
     path: str
     array: Any
     layout: Layout
@@ -247,9 +248,9 @@ class _Outcome:
 class _Results:
     arrays: dict[str, Any]
     state: State
-    """Values of all variables after the steps, as in `StepProgram`."""
+    """Values of all variables after the steps, as lists under ``trainable``, ``non_trainable`` and ``optimizer``."""
     losses: tuple[str, ...] = ()
-    """Names of the arrays that are losses."""
+    """Names of those arrays that are losses: as sums of many terms, they have a larger tolerance."""
 
 
 def _outcome(
@@ -263,7 +264,7 @@ def _outcome(
     steps: int,
     terms: int = 1,
 ) -> _Outcome:
-    """Run a step sharded and on one device, and compare results. The loss is a sum of ``terms`` elements."""
+    """Run a step sharded and on one device, and compare all results; a loss is a sum of ``terms`` elements."""
     with program_for(training=training) as program:
         # An optimizer that was built for this check has initial slots.
         slots = program.variables.get("optimizer", ())

@@ -78,7 +78,7 @@ def misplaced_by_id(model: Any, choice: LayoutChoice, devices: Sequence[Any]) ->
 
 
 def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> Misplaced | None:
-    """Return how an array's shards differ from ``layout``, or ``None`` if every device has its planned part."""
+    """Return how an array's shards differ from those of ``layout``; ``None`` if each device has its planned part."""
     shape, shards = tuple(array.shape), array.addressable_shards
     nbytes = layout.bounds(shape)[0].size * array.dtype.itemsize
     # Only this process's shards can be read; the other processes check theirs.
@@ -112,7 +112,7 @@ SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One of the checks of `check_setup`, and whether it passed."""
+    """One check of a model on its mesh, such as its bytes on each device, and whether it passed."""
 
     name: str
     """Name of the check: ``shardings``, ``bytes``, ``split`` or ``outputs``."""
@@ -123,7 +123,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class SetupReport:
-    """The result of `check_setup`; ``bool(report)`` is true if every check passed."""
+    """Whether a model on a mesh has its planned shards and right outputs; ``bool(report)``: every check passed."""
 
     checks: tuple[Check, ...]
     max_difference: float
@@ -151,7 +151,7 @@ class SetupReport:
 def check_setup(
     model: Any, choice: LayoutChoice, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> SetupReport:
-    """Check shards, bytes and outputs of a model that is bound to a mesh; ``args`` and ``kwargs`` are sample inputs."""
+    """Check shards, bytes and outputs of a model that runs on a mesh; ``args`` and ``kwargs`` are sample inputs."""
     outputs, difference = _outputs(model, binding, args, kwargs)
     text = f"{plural(choice.sharded, 'variable')} split, {choice.replicated} replicated over "
     # On several devices, a model with no split variable would pass the other checks.

@@ -38,26 +38,26 @@ from shardload.transfer.placement import named_sharding
 StepKind = Literal["forward", "gradients", "training"]
 State = dict[str, list[Any]]
 _Run = Callable[..., tuple[Any, list[Any], Any]]
-"""Function that runs a model forward: from state and inputs to outputs, non-trainable values and added losses."""
+"""Function that runs a model forward: from state and inputs to outputs, non-trainable values and layers' own losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """A step as a function of state and batch, with the variables whose values are the state."""
+    """A model's step as a pure function of state (values of variables) and batch, with what compiling it needs."""
 
     kind: StepKind
     function: Callable[[State, Mapping[str, Any]], Any]
     variables: Mapping[str, Sequence[Any]]
     """The Keras variables whose values are the state: under the same keys, such as ``trainable``, in the same order."""
     layouts: Mapping[str, Sequence[Layout]]
-    """The layout of each of ``variables``."""
+    """The layout of each of ``variables``, under the same keys."""
     fixed: frozenset[int] = frozenset()
     """``id`` of variables that keep their dtype in a 16-bit model, such as the step counter."""
     float32_update_bytes: int = 0
     """Bytes that the optimizer needs during its update in float32 arrays, even if the model is 16-bit."""
 
     def specs(self, devices: Sequence[Any]) -> State:
-        """Return the state as shapes with shardings, without values."""
+        """Return a shape, dtype and sharding for each value of the state: a step compiles from these alone."""
         return {
             name: [
                 jax.ShapeDtypeStruct(tuple(v.shape), stored_dtype(v), sharding=named_sharding(layout, devices))
@@ -179,7 +179,7 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
 
 
 def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any = None) -> Callable[..., Any]:
-    """Return a function that makes a training step or, without an optimizer, computes loss and gradients."""
+    """Return a function of state and batch: a training step or, without an optimizer, the loss and its gradients."""
 
     def of(trainable: list[Any], state: State, batch: Mapping[str, Any]) -> Any:
         # `value_and_grad` differentiates its first argument, so the trainable values come apart from the state.
@@ -213,7 +213,7 @@ def training_optimizer(training: Any) -> Any:
 
 
 def _layout(choice: LayoutChoice, variable: Any, *, is_slot: bool = False) -> Layout:
-    """Return the layout chosen for a variable. Without one, slots keep their sharding; others are replicated."""
+    """Return the layout chosen for a variable. If none was, slots keep their sharding, and others are replicated."""
     if (planned := choice.by_id.get(id(variable))) is not None:
         return planned.layout
     sharding = sharding_of(variable) if is_slot else None

@@ -35,7 +35,7 @@ from shardload.units import is_function, plural
 
 _NUMBER = re.compile(r"_(\d+)$")
 _MOST_PROBLEMS = 3
-"""How many mismatches between a model and a plan an error lists at most."""
+"""How many differences between a model's variables and those of a plan an error lists at most."""
 GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | LayoutPlan]
 """Layouts for a model: a `LayoutChoice`, a `LayoutPlan`, or a function from the model to one of these."""
 
@@ -58,7 +58,7 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
 
 
 def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
-    """Return ``choice`` if it has a layout for every weight; else raise, as the rest would count as replicated."""
+    """Return ``choice`` if it has a layout for each weight of a model; else raise, as it may be for another model."""
     weights = list(model.weights)
     # By path as well: Python reuses the id of a variable that is gone.
     strange = [v for v in weights if (planned := choice.by_id.get(id(v))) is None or planned.path != v.path]
@@ -93,7 +93,7 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
 
 
 def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
-    """Pair each variable of a model with its layout in a plan, by path or order; raise for a variable without one."""
+    """Pair each variable of a model with its layout in a plan, by path or order; raise if they do not match."""
     variables, by_path = list(model.variables), {v.path: v for v in plan.variables}
     if [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
         in_order = list(zip(variables, plan.variables, strict=True))
@@ -124,7 +124,8 @@ def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVa
 def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
     """Whether two lists of paths differ only in numbers (``dense_3``), and the numbers are in the same order in both.
 
-    Keras numbers layers without a name in the order in which they are made, across all models of a process.
+    Keras numbers layers without a name in the order in which they are made, across all models of a process. So the same
+    model has other numbers if it is built again, and a plan for it still fits.
     """
     numbers: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for path, other in zip(paths, planned, strict=True):
@@ -148,7 +149,7 @@ def _parts(path: str) -> list[tuple[str, int]]:
 
 
 def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
-    """Return the layouts that a search must keep, by ``id(variable)``: from ``pins`` and `shardload.layout_rule`."""
+    """Return the layouts that a search may not change, by ``id(variable)``: ``pins`` and rules of layer classes."""
     ruled = roles_by_layer_rules(layer for layer, _ in model_variables.nested_layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}

@@ -59,7 +59,7 @@ class LayoutPlan:
     exchanges: tuple[PlannedExchange, ...]
     decisions: tuple[Decision, ...]
     constants: Mapping[str, Any]
-    """The rates of `Hardware` with which costs were estimated, by the names of its fields."""
+    """Rates of devices and links with which the search estimated times, by the names of the fields of `Hardware`."""
     notes: tuple[str, ...] = ()
     compiled: CompiledCheck | None = None
     """Memory and collectives of the planned step as XLA compiled it; ``None`` if it was not compiled."""
@@ -68,12 +68,12 @@ class LayoutPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each variable: its path. Of variables with one path, the second has ``#2`` appended, and so on."""
+        """A name for each variable: its path. If several share a path, the second has ``#2`` appended, and so on."""
         return tuple(numbered(v.path for v in self.variables))
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes on each device of the results of all collectives in one step, added up."""
+        """Bytes that collectives exchange in one step: those of their results on one device, added up."""
         return sum(e.nbytes for e in self.exchanges)
 
     def with_checks(

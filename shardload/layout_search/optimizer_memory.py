@@ -30,21 +30,21 @@ _SplitBy = Literal["weight", "rows", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One array that an optimizer keeps for a weight, such as a moment of Adam."""
+    """One array that an optimizer keeps for a weight, such as a moment of Adam, and how it is split over devices."""
 
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes of the whole array."""
+    """Bytes of the whole array, over all devices."""
     follows: _SplitBy
     """``weight``: the slot is split like its weight. ``rows``: its dim 0 is split into as many parts as the weight has,
     or not at all if this number does not divide it. ``nothing``: the slot is whole on every device."""
     spread: SlotSpread | None = None
-    """How `shard_optimizer` or the optimizer splits the slot over further axes than its weight; else ``None``."""
+    """Further mesh axes that split the slot, but not its weight, as with `shard_optimizer`; else ``None``."""
     even: bool = False
-    """With ``rows``: whether it is an error if the number of parts does not divide dim 0; else the slot stays whole."""
+    """With ``rows``: whether a number of parts that does not divide dim 0 is an error; else the slot stays whole."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether a weight may have this layout: not if the slot must be split evenly (``even``), and would not be."""
+        """Whether a weight may have this layout: not if ``even``, and its number of parts does not divide dim 0."""
         return not self.even or self.shape[0] % math.prod(layout.parts) == 0
 
     def device_bytes(self, layout: Layout) -> float:
@@ -68,7 +68,8 @@ class OptimizerMemory:
     slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
     """The arrays that the optimizer keeps for each weight, by ``id(weight)``."""
     update_bytes: int = 0
-    """Bytes that an update needs on every device besides ``slots``, under any layout; 0 if it gathers nothing."""
+    """Bytes that an update needs on every device besides ``slots``, under any layout, for state that it gathers
+    there."""
 
 
 def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemory:
@@ -121,10 +122,11 @@ def checked_optimizer(optimizer: Any) -> Any:
 
 @contextmanager
 def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any], *, is_own: bool) -> Iterator[Any]:
-    """In the block, yield an optimizer that is built without values, as if ``weights`` had these shardings.
+    """Yield an optimizer that is built for the block, without values, as if ``weights`` had these shardings.
 
-    A slot that mirrors a weight takes the sharding of this weight, which may be ``None``. If the optimizer was built
-    for other weights (not ``is_own``), a copy is made from its configuration, and built.
+    Its slots then tell their shapes and shardings, which a plan needs. A slot of the shape of a weight takes the
+    sharding of this weight, which may be ``None``. An optimizer that was built before is yielded as it is, if it was
+    built for these weights (``is_own``). If not, a copy is made from its configuration, and built.
     """
     with abstract():  # also its counters: the devices may be those of another machine, which store nothing
         if optimizer.built and not is_own:

@@ -1,4 +1,4 @@
-"""Turn a solution into a plan: layouts with reasons, collectives, and the extra cost of deciding the opposite."""
+"""Turn the solver's solution into a plan: layouts with reasons, collectives, and what the opposite decisions cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ from shardload.units import format_bytes, plural
 def plan_of_solution(
     model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
 ) -> LayoutPlan:
-    """Turn a solution of the linear program into a `LayoutPlan`; ``demand`` is what the solver was asked for."""
+    """Turn a solution of the linear program into a `LayoutPlan`.
+
+    ``demand`` is the task that the solver got. It is solved again with each decision reversed, as a plan says what that
+    costs.
+    """
     activations, _ = activation_peak(problem, solution)
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
     return LayoutPlan(
@@ -87,7 +91,7 @@ def _notes(model: Any, problem: Problem, inputs: Any, batch_axis: str) -> Iterat
 
 
 def _cached_per_token(backbone: Any) -> int | None:
-    """Return how many numbers a backbone's KV cache has per token; ``None`` if layers differ or this is unknown."""
+    """Return how many numbers a backbone's KV cache holds per token; ``None`` if its attributes do not tell that."""
     if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
         return None
 

@@ -14,7 +14,7 @@ _Record_co = TypeVar("_Record_co", covariant=True)
 
 
 class PlanCheck(Protocol[_Record_co]):
-    """What checking a plan results in, such as a `shardload.parallel.CompiledStep`."""
+    """The result of a check that a plan can store, such as a `shardload.parallel.CompiledStep`."""
 
     @property
     def mesh(self) -> MeshSpec:
@@ -42,7 +42,7 @@ class PlannedVariable:
 
     @property
     def used(self) -> Spec:
-        """The layout while the variable is used: ``spec`` without the axes in ``stored``."""
+        """The layout after the gather for use: ``spec`` without the axes in ``stored``, which split only storage."""
         return tuple(tuple(axis for axis in axes if axis not in self.stored) for axes in self.spec)
 
     @classmethod
@@ -82,7 +82,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlannedExchange:
-    """All collectives of one kind over one axis in a step, as a plan estimates them."""
+    """All collectives of one kind, such as all-reduce, over one mesh axis in a step, as a plan estimates them."""
 
     kind: str
     axis: str
@@ -111,7 +111,7 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A plan whose compiled step needed more memory than the limit; bytes are those of one device."""
+    """A plan that a search rejected: its compiled step needs more memory than the limit. Bytes are per device."""
 
     planned_bytes: int
     compiled_bytes: int
@@ -161,10 +161,10 @@ class ComparedNumbers:
     wrong: tuple[str, ...]
     """Names of results that differ from one device's result by more than rounding, or cannot be compared."""
     largest_share: float
-    """The largest ratio of two differences, over all results: that between the plan and one device, divided by the
-    largest that rounding explains. Infinite ratios are left out; their results are in ``wrong``."""
+    """How close the worst result is to being wrong: its difference from one device, divided by the largest difference
+    that rounding explains. Above 1 is wrong. Infinite ratios are left out; their results are in ``wrong``."""
     variables: int
-    """Number of variables whose shards were compared with the plan."""
+    """Number of variables whose shards on the devices were compared with the planned ones."""
     misplaced: tuple[str, ...]
     """Paths of variables whose shards are not the planned ones."""
     device_bytes: int

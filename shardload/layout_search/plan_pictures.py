@@ -26,7 +26,7 @@ _WIDTH = 40
 _NAME_WIDTH = 56
 """Width of the column of names, in characters. A longer name moves the rest of its line to the right."""
 _PARTS = ("weights", "gradients", "slots", "activations")
-"""The fields of `DeviceBytes` that a picture shows as parts of a device's memory."""
+"""The fields of `DeviceBytes` that a picture shows as parts of a device's memory, in this order."""
 
 SVG_WIDTH, MARGIN = 960, 24
 BAR_TOP, BAR_HEIGHT = 96, 36
@@ -36,7 +36,7 @@ BYTES_RIGHT, SPARK_WIDTH = 856, 72
 _NAME_CHARACTERS = 46
 _SUBTITLE_CHARACTERS = 130
 _MOST_MARKS = 16
-"""A dim with more parts than this is drawn with this many, because more marks would look like a grey area."""
+"""A picture marks the parts of a split dim, but at most so many of them: more marks would look like a grey area."""
 _PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
 _AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
 _STYLE = """\
@@ -75,7 +75,7 @@ class VariableRow:
 def variable_rows(
     variables: Sequence[PlannedVariable], names: Sequence[str], mesh: MeshSpec
 ) -> tuple[VariableRow, ...]:
-    """Merge the variables of repeated blocks (``block_0``, ``block_1`` …) into rows, in the order of the model."""
+    """Merge variables of repeated layers (``block_0``, ``block_1`` …) into one row each, in the order of the model."""
     found: dict[tuple[str, tuple[int, ...], Spec, tuple[str, ...]], list[tuple[str, PlannedVariable]]]
     found = defaultdict(list)
     for variable, own in zip(variables, names, strict=True):
@@ -105,7 +105,7 @@ class PlanPicture:
     rows: tuple[VariableRow, ...]
 
     def memory_lines(self, block: str) -> Iterator[str]:
-        """Yield a line with a bar for each part of memory, starting where the last one ends; "|" marks the limit."""
+        """Yield a line for each part of memory: a bar of ``block``s, from where the last one ends; "|" is the limit."""
         device, limit = self.device, self.limit
         full = max(limit or 0, device.total, 1)
         share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""

@@ -41,7 +41,7 @@ MAX_DEVICES = 4096
 
 
 class StepOptions(TypedDict, total=False):
-    """Options that describe the step to plan for; `search` documents them."""
+    """Keyword arguments that describe the step to plan for, such as ``inputs``; `search` documents them."""
 
     inputs: Any
     arguments: Mapping[str, Any] | None
@@ -52,7 +52,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class SearchOptions(StepOptions, total=False):
-    """Options of a search on one mesh; `search` documents them."""
+    """Keyword arguments of a search on one mesh, such as ``pins``; `search` documents them."""
 
     device_memory_bytes: int | None
     pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None
@@ -98,7 +98,7 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
 
 
 class MeshSearch:
-    """A search for layouts on one mesh: each call of `within` may have another memory limit."""
+    """A search for layouts on one mesh, for a step that is traced once: call `within` with any memory limits."""
 
     def __init__(self, caller: str, model: Any, mesh: MeshLike | MeshSpec, options: SearchOptions) -> None:
         """Check the options of `search`, and trace the step; ``caller`` is the public function that errors name."""
@@ -117,7 +117,7 @@ class MeshSearch:
 
 
 def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) -> LayoutSearch:
-    """Check the options of a step, and trace the step; ``rows`` is the batch size if the options state none."""
+    """Check the options of a step, and return a search for it; ``rows`` is the batch size if the options state none."""
     batch, sequence, inputs = options.get("batch"), options.get("sequence"), options.get("inputs")
     check_positive(batch=batch, sequence=sequence)
     hardware = Hardware.of(options.get("hardware"))

@@ -79,7 +79,7 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
 
 
 def given_plan(layout: Any) -> LayoutPlan | None:
-    """Return a layout that is a plan, or read it from its JSON file; ``None`` for other layouts."""
+    """Return the plan that a ``layout`` argument is, or names by its JSON file; ``None`` for other kinds of layouts."""
     if isinstance(layout, LayoutPlan):
         return layout
     if isinstance(layout, str | os.PathLike) and Path(layout).suffix == ".json" and Path(layout).exists():
@@ -151,7 +151,7 @@ _RESERVED_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MeshFit:
-    """A mesh, and the memory its devices need for weights."""
+    """A mesh, with the bytes of a model's weights on each device, and the bytes that weights may use there."""
 
     mesh: MeshSpec
     device_bytes: int
@@ -213,18 +213,20 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
 # ---- compiled searches -------------------------------------------------------------------------------
 
 _ATTEMPTS = 4
-"""How many plans are compiled at most; if none of their steps fits, the search gives up."""
+"""How many plans `search_compiled` compiles at most; if none of their steps fits the memory limit, it gives up."""
 _HEADROOM = 0.99
-"""Factor on the limit of the next search, so that its compiled step does not exceed the real limit by a little."""
+"""If a compiled step needs too much, the next search gets a lower limit, times this factor: else its compiled step
+could exceed the real limit by a little again."""
 _ROUNDING = 1.005
-"""Factor on the least memory that a search found: as a limit, the product allows for the solver's tolerance."""
+"""A failed search names the least bytes that any plan needs. To get that plan, search again with these bytes times this
+factor as the limit: the solver is not exact, and could fail with the bytes themselves."""
 
 _WHOLE_GRADIENTS = (
     "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
     "search_compiled(devices=...) compiles for other devices"
 )
 _PlanForLimit = Callable[[int | None], LayoutPlan]
-"""Function from the memory limit of a device to the best plan."""
+"""A search as a function: from the most bytes that a device may use (``None``: no limit) to the best plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +301,7 @@ def search_compiled(
 def first_that_fits(
     searched: _PlanForLimit, compiled: Callable[[LayoutPlan], CompiledStep], limit: int | None
 ) -> CheckedPlan:
-    """Search a plan and compile its step, with ever lower limits, until a compiled step needs at most ``limit``."""
+    """Search plans with ever lower limits, and compile their steps, until a compiled step needs at most ``limit``."""
     plan, attempts = _first(searched, limit), list[Attempt]()
     while True:
         step = compiled(plan)

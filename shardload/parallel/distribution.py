@@ -112,7 +112,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         self.batch = batch
         """Rows of the batch that a search plans for, if `shard` gets no sample inputs."""
         self.layout_of_models = layout
-        """The argument ``layout``, by which `shardload.parallel.choose` chooses the layouts of each model."""
+        """The argument ``layout``: `shard` and `build` pass it to `shardload.parallel.choose`, for each model."""
         # Weak keys: the distribution may live for the whole program, and must not keep its models alive.
         self._choices: weakref.WeakKeyDictionary[Model, LayoutChoice] = weakref.WeakKeyDictionary()
 
@@ -127,7 +127,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         return self._on_mesh.get_data_layout(data_shape)
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """Return the `jax.sharding.NamedSharding` that a variable already has, else a provisional one."""
+        """Return the `NamedSharding` that a variable already has, else a provisional one, until `shard` chooses."""
         # Once `shard` has chosen a layout, it stays, however often Keras asks.
         own = sharding_of(variable)
         if own is not None:

@@ -47,7 +47,7 @@ get_metrics_result reset_metrics summary get_layer quantize export save_weights 
 
 
 class ParallelismInfo(TypedDict):
-    """What `TensorParallelKeras.get_parallelism_info` returns."""
+    """Devices, bytes and layouts of a model, as `TensorParallelKeras.get_parallelism_info` returns them."""
 
     world_size: int
     """Number of devices."""
@@ -185,7 +185,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         return self.distribution.choice(self.model)
 
     def get_parallelism_info(self) -> ParallelismInfo:
-        """Return devices, layouts and bytes, as they are now."""
+        """Return devices, bytes on each device, and how layouts were chosen, as they are now."""
         choice, weights = self.layouts, self.model.variables
         # Counted on the devices, not taken from the plan.
         every, on_device = _most_bytes(state_of(self.model)), _most_bytes(weights)
@@ -245,7 +245,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     @property
     def metrics(self) -> list[Any]:
-        """The metrics of the model."""
+        """The metrics of the wrapped model, which is what Keras' methods reset and report."""
         return list(self.model.metrics)
 
     def get_compile_config(self) -> dict[str, Any]:
