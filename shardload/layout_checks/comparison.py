@@ -38,9 +38,9 @@ _SAMPLES = 3
 """In how many runs weights and inputs are moved by a rounding, to see how far results move. One run is not enough: it
 may hardly change a loss."""
 _MOST_SAMPLES = 15
-"""How often weights are moved if `_SAMPLES` movements do not explain a difference. Rounding can move an activation
+"""In how many runs weights are moved if `_SAMPLES` runs do not explain a difference. Rounding can move an activation
 across the kink of a ReLU, or change which entry is the maximum. A gradient then jumps, and Adam turns a gradient that
-was zero into a whole step. One movement rarely crosses a given kink, but some of fifteen do."""
+was zero into a whole step. One run rarely crosses a given kink, but some of fifteen do."""
 
 _Doubles: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 

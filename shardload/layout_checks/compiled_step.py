@@ -128,12 +128,12 @@ class CompiledStep:
 
     @property
     def collective_bytes(self) -> int:
-        """Summed result bytes of all collectives in one step."""
+        """Bytes that collectives exchange in one step: those of all their results on one device, added up."""
         return sum(found.total_bytes for found in self.collectives)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Number of collective instructions of each kind: ``{"all-reduce": 4}``."""
+        """Number of collective instructions in the compiled program, by kind: ``{"all-reduce": 4}``."""
         return dict(Counter(found.kind for found in self.collectives))
 
     def fits(self, device_bytes: int) -> bool:

@@ -71,13 +71,14 @@ class Collective:
     """One collective instruction of a compiled program."""
 
     kind: str
-    """``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``, ``collective-permute`` …"""
+    """Kind of collective: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``, ``collective-permute``
+    …"""
     nbytes: int
     """Bytes of the result on one device, if the instruction runs once."""
     dtype: str
     """The dtype of the operands as XLA names it, such as ``f32``. Several dtypes are joined by ``+``."""
     operands: int
-    """Number of arrays that the instruction combines."""
+    """Number of arrays that the instruction exchanges at once: XLA combines small collectives into one."""
     group_size: int
     """Devices in each group; 0 where the program does not say, as for TPU."""
     axes: tuple[str, ...]
@@ -91,7 +92,7 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the results on one device of all executions in one step."""
+        """Bytes that the instruction exchanges in one step: those of its result on one device, times its runs."""
         return self.nbytes * self.count
 
     def __str__(self) -> str:
@@ -105,7 +106,7 @@ class Collective:
 class _Instruction:
     opcode: str
     result: str
-    """Shape of the result, as text."""
+    """Shape of the result as XLA writes it: ``f32[16,128]{1,0}``."""
     attributes: str
 
 
@@ -264,7 +265,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _listed_groups(text: str) -> _DeviceGroups:
-    """Return the groups that ``text`` begins with: ((0, 1), (2, 3)) for ``{{0,1},{2,3}}``."""
+    """Return the groups of devices that ``text`` begins with: ((0, 1), (2, 3)) for ``{{0,1},{2,3}}``."""
     found = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text)
     return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", found[1])) if found else ()
 
@@ -275,7 +276,7 @@ def _permuted(sizes: Sequence[int], order: str | None) -> NDArray[Any]:
 
 
 def _mesh_groups(text: str) -> _DeviceGroups:
-    """Return the groups of a text such as ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a', 'b':(1)2}``."""
+    """Return the device groups of a text such as ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a', 'b':(1)2}``."""
     sizes = {name: int(size) for name, size in _AXIS.findall(text.partition("]")[0])}
     devices = np.arange(np.prod(list(sizes.values()), dtype=int))
     if stated := re.search(r"device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\)", text):

@@ -32,9 +32,9 @@ class Misplaced:
 
     path: str
     planned: str
-    """The planned layout, as text."""
+    """The planned layout of the variable, as text for a report."""
     found: str
-    """The actual sharding, as text."""
+    """The actual sharding of the variable, as text for a report."""
     planned_bytes: int
     """Bytes of the variable that each device should have."""
     found_bytes: int

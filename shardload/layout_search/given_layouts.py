@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"_(\d+)$")
 _MOST_PROBLEMS = 3
 """How many differences between a model's variables and those of a plan an error lists at most."""
 GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | LayoutPlan]
-"""Layouts for a model: a `LayoutChoice`, a `LayoutPlan`, or a function from the model to one of these."""
+"""What a caller may give as layouts: a `LayoutChoice`, a `LayoutPlan`, or a function that returns one for a model."""
 
 
 def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:

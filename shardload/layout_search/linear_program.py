@@ -38,7 +38,7 @@ from shardload.sharding.layout import Layout
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up, plural
 
 _TIME_LIMIT_S = 60.0
-"""Seconds after which HiGHS returns the best decisions it has."""
+"""Seconds after which the solver (HiGHS) stops, and returns the best decisions that it has found so far."""
 _TIE_BREAK = 1e-4
 """Weight of the step time in the sum that is minimised to save memory. It is small, so that time only decides between
 solutions that need equal memory."""
@@ -94,12 +94,12 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
 
 @dataclass(slots=True)
 class _Model:
-    """The linear program. Each variable of it is a column, and each constraint a row."""
+    """A linear program as the solver takes it: a matrix with a column for each variable, a row for each constraint."""
 
     problem: Problem
     demand: Demand
     binaries: dict[tuple[int, str], int] = field(default_factory=dict)
-    """For each pair of a dim group and an axis, the column of the decision whether the axis splits the dim group."""
+    """For each pair of a dim group and a mesh axis, the column whose variable is 1 if the axis splits the dim group."""
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
     """For each kind of weights (split alike), pairs of a possible layout and the column that is 1 if it is chosen."""
     _integral: list[int] = field(default_factory=list)
@@ -146,7 +146,7 @@ class _Model:
         return len(self.time) - 1
 
     def _exclusive(self) -> None:
-        """Add constraints: an axis splits at most one dim of a tensor; all axes of a dim together divide it evenly."""
+        """Add constraints: a mesh axis splits at most one dim of a tensor; axes that split one dim divide it evenly."""
         for (dim_group, axis), column in self.binaries.items():
             for (other, again), second in self.binaries.items():
                 if column >= second:
@@ -220,7 +220,7 @@ class _Model:
         return memory
 
     def run(self) -> np.ndarray | None:
-        """Run the solver, and return the value of each column's variable; ``None`` if no solution is possible."""
+        """Run the solver, and return the value of each column's variable; ``None`` if none keep all constraints."""
         count = len(self.time)
         data, rows, columns, low, high = [], [], [], [], []
         for i, (row, lower, upper) in enumerate(self._rows):

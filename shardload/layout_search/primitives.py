@@ -38,17 +38,17 @@ SOURCES = frozenset(_SOURCES.split())
 
 
 def itemsize(aval: Any) -> int:
-    """Return the bytes of one entry of an array with this shape and dtype; a random key counts as 8 bytes."""
+    """Return the bytes of one entry of an array that ``aval`` describes; a random key counts as 8 bytes."""
     return int(getattr(aval.dtype, "itemsize", 8))
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Return a new `Value` with the shape of ``var``. ``dims`` has a node (number) for each dim, or ``None``."""
+    """Return a new `Value` with the shape of ``var``. ``dims`` has nodes (numbers) of its dims; ``None``: a new one."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
 def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of operations on each element: the operands and the result are split alike, except in dims of length 1."""
+    """Sharding rule of operations on each element: operands and result are split alike, but for dims of length 1."""
     # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in
     # two: for a transformer block, the residual stream.
     results = []
@@ -76,7 +76,7 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``iota`` and random numbers: the dims of the results may be split as later operations need it."""
+    """Sharding rule of ``iota`` and random numbers: the results may be split in any way that later operations need."""
     made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
     for value in made:
         value.recomputed = True
@@ -84,7 +84,7 @@ def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``broadcast_in_dim``: dims that keep their length are split as before, and repeated dims in any way."""
+    """Sharding rule of ``broadcast_in_dim``: dims of equal length stay split; others may be split in any way."""
     value, shape = operands[0], eqn.params["shape"]
     dims: list[int | None] = [program.any_length() for _ in shape]
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
@@ -96,20 +96,20 @@ def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> l
 
 
 def transpose(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``transpose``: each dim of the result is split like the dim of the operand that it comes from."""
+    """Sharding rule of ``transpose``: each dim of the result is split like the operand's dim that it comes from."""
     value = operands[0]
     return [fresh(program, eqn.outvars[0], [value.dims[d] for d in eqn.params["permutation"]], view_of=value)]
 
 
 def squeeze(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``squeeze``: dims of length 1 go, and the others are split as in the operand."""
+    """Sharding rule of ``squeeze``: dims of length 1 go, and the others are split as in the operand."""
     value, gone = operands[0], set(eqn.params["dimensions"])
     kept = [n for d, n in enumerate(value.dims) if d not in gone]
     return [fresh(program, eqn.outvars[0], kept, view_of=value)]
 
 
 def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``expand_dims``: dims of length 1 are added, and the others are split as in the operand."""
+    """Sharding rule of ``expand_dims``: dims of length 1 are added, and the others are split as in the operand."""
     value, new = operands[0], set(eqn.params["dimensions"])
     kept = iter(value.dims)
     rank = len(eqn.outvars[0].aval.shape)
@@ -117,7 +117,7 @@ def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``reshape``: if dims are merged or divided, only the first of them may be split; others must be whole."""
+    """Sharding rule of ``reshape``: of dims that are merged or divided, only the first may be split."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
     dims: list[int | None] = [None] * len(new)
     heads: dict[int, int] = {}
@@ -234,19 +234,19 @@ def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], boo
 
 
 def same_length(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``slice`` and ``pad``: dims that keep their length are split as in the operand; others must be whole."""
+    """Sharding rule of ``slice`` and ``pad``: dims that keep their length stay split; others must be whole."""
     shape, value = eqn.outvars[0].aval.shape, operands[0]
     return _keeping(program, eqn, value, lambda d: value.shape[d] == shape[d])
 
 
 def windowed(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of pooling and ``tile``: dims that are neither pooled nor repeated are split as before; others are whole."""
+    """Sharding rule of pooling and ``tile``: dims that are neither pooled nor repeated stay split; others are whole."""
     window = eqn.params.get("window_dimensions") or eqn.params.get("reps") or (1,) * len(operands[0].shape)
     return _keeping(program, eqn, operands[0], lambda d: window[d] == 1)
 
 
 def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of the gradient of max pooling: dims that are not pooled are split alike in all arrays; others are whole."""
+    """Sharding rule of the gradient of max pooling: dims that are not pooled are split alike; others are whole."""
     window, (src, value) = eqn.params["window_dimensions"], operands[:2]
     for d, n in enumerate(src.dims):
         if window[d] == 1:
@@ -257,7 +257,7 @@ def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]
 
 
 def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of cumulative sums, sorts and splits: the dim along which they run must be whole; others stay split."""
+    """Sharding rule of cumulative sums, sorts and splits: the dim along which they run is whole; others stay split."""
     params = eqn.params
     # The parameter differs by primitive: cumsum and split say axis, sort says dimension; others use the last dim.
     named = [params[key] for key in ("axis", "dimension", "dimensions", "axes") if key in params]
@@ -272,7 +272,7 @@ def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list
 
 
 def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``rev``: all dims stay split. If a dim that is reversed is split, devices swap their shards."""
+    """Sharding rule of ``rev``: all dims stay split. If a dim that is reversed is split, devices swap their shards."""
     value = operands[0]
     reversed_dims = [value.dims[d] for d in eqn.params["dimensions"]]
     exchanges = [Exchange("collective-permute", n, value.nbytes, value.dims) for n in reversed_dims]
@@ -281,7 +281,7 @@ def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``concatenate``: the dim along which operands are joined must be whole; others are split alike."""
+    """Sharding rule of ``concatenate``: the dim along which operands are joined is whole; others are split alike."""
     along = eqn.params["dimension"]
     first = operands[0]
     for other in operands:
@@ -295,14 +295,14 @@ def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``top_k``: XLA gathers the whole operand on every device; the last dim of the results is new."""
+    """Sharding rule of ``top_k``: XLA gathers the whole operand on every device; the last dim of the results is new."""
     value = operands[0]
     program.need_all(value, why="top_k")
     return [fresh(program, var, [*value.dims[:-1], None]) for var in eqn.outvars]
 
 
 def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``stack``: dims of all operands are split alike, and the new dim may be split in its own way."""
+    """Sharding rule of ``stack``: dims of all operands are split alike, and the new dim may be split in its own way."""
     axis, first = eqn.params["axis"], operands[0]
     for other in operands[1:]:
         program.unite_dims(first, other)
@@ -312,7 +312,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``unstack``: the dim along which the operand is cut must be whole; the results keep the other dims."""
+    """Sharding rule of ``unstack``: the dim along which the operand is cut is whole; all others stay split."""
     axis, value = eqn.params["axis"], operands[0]
     program.slice_dim(value, axis, why="unstack")
     dims = [n for d, n in enumerate(value.dims) if d != axis]
@@ -320,7 +320,7 @@ def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 
 
 def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``dynamic_update_slice``: dims that the update spans fully are split alike in both; others are whole."""
+    """Sharding rule of ``dynamic_update_slice``: dims that the update spans fully are split alike; others are whole."""
     value, update = operands[:2]
     for d, n in enumerate(update.dims):
         if update.shape[d] == value.shape[d]:
@@ -334,7 +334,7 @@ def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) 
 
 
 def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of sums, maxima and the like: the reduced dims go. If one is split, an all-reduce combines the results."""
+    """Sharding rule of sums, maxima and the like: other dims stay split; over split dims, results are all-reduced."""
     axes = eqn.params.get("axes", eqn.params.get("dimensions", ()))
     # A variadic reduce has its initial values as operands too: scalars, without dims.
     for other in operands[1:]:
@@ -359,7 +359,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``dot_general``: summed and batch dims are split alike. If a summed dim is split, devices add results."""
+    """Sharding rule of matrix products: summed dims are split alike, and so are batch dims; partial sums are added."""
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
@@ -383,7 +383,7 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of convolutions: batch and output channels stay split, input channels are summed over, others are whole."""
+    """Sharding rule of convolutions: batch and channels may be split; over split input channels, results are added."""
     numbers, (image, kernel) = eqn.params["dimension_numbers"], operands[:2]
     space, (_, in_channels, *window) = numbers.lhs_spec[2:], numbers.rhs_spec
     shape = tuple(eqn.outvars[0].aval.shape)
@@ -408,11 +408,11 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
-    """Return the nodes of the batch dim and of the channel dim of a convolution's result; ``None`` for a new node.
+    """Return the nodes (numbers) of batch and channel dim of a convolution's result; ``None`` stands for a new node.
 
-    In a depthwise convolution, each channel is a group of its own, so channels stay split. In the gradient of its
-    kernel, batch and channels have changed places. If groups have several channels, XLA gathers the channels, and then
-    the batch.
+    In a depthwise convolution, each channel is a feature group of its own, so channels stay split. In the gradient of
+    its kernel, batch and channels have changed places. If feature groups have several channels, XLA gathers the
+    channels, and then the batch.
     """
     batch, features = eqn.params["dimension_numbers"].lhs_spec[:2]
     out_channels, in_channels = eqn.params["dimension_numbers"].rhs_spec[:2]
@@ -434,7 +434,7 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
 
 
 def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``gather`` (a lookup): dims stay split. If the looked-up dim is split, devices add their results."""
+    """Sharding rule of ``gather`` (a lookup): dims stay split. If the looked-up dim is split, results are added."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     embedding, indices = operands[:2]
     shape = eqn.outvars[0].aval.shape
@@ -465,7 +465,7 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def scatter(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``scatter``: the operand's dims stay split. If the updates are split by batch, results are added."""
+    """Sharding rule of ``scatter``: the operand's dims stay split. If updates are split by batch, results are added."""
     numbers, (value, indices, updates) = eqn.params["dimension_numbers"], operands[:3]
     batching = tuple(numbers.operand_batching_dims)
     window = [d for d in range(len(value.shape)) if d not in (*numbers.inserted_window_dims, *batching)]

@@ -76,7 +76,7 @@ class Hardware:
         return cls() if given is None else given
 
     def check(self, mesh: MeshSpec) -> None:
-        """Raise unless the mesh has every axis that ``axis_bytes_per_s`` names."""
+        """Raise unless the mesh has every axis for which ``axis_bytes_per_s`` gives a bandwidth."""
         if unknown := sorted(set(self.axis_bytes_per_s) - set(mesh.axes)):
             raise LayoutError(
                 f"Cannot plan on {mesh}: axis_bytes_per_s has a bandwidth for {unknown}, expected axes of the mesh"
@@ -118,9 +118,9 @@ class EmbeddingUse:
     nbytes: int
     """Bytes of the whole embedding, and of its gradient, in the dtype in which the step reads it."""
     rows_bytes: int
-    """Bytes of the rows that the whole batch looks up."""
+    """Bytes of the rows that the whole batch looks up, over all devices."""
     index_bytes: int
-    """Bytes of the indices of the whole batch."""
+    """Bytes of the indices with which the whole batch looks rows up, over all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class WeightKind:
 
 @dataclass(frozen=True, slots=True)
 class WorkKind:
-    """Operations with the same work, collectives and dim groups, so that they cost the same under every plan."""
+    """Operations that cost the same under every plan, merged into one: equal work, collectives and dim groups."""
 
     name: str
     dim_groups: tuple[int, ...]
@@ -189,7 +189,7 @@ class Problem:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def assignments(self, dim_groups: Sequence[int]) -> Iterator[Assignment]:
-        """Yield every way to split ``dim_groups`` over the mesh, in which each axis splits one dim group or none."""
+        """Yield every way to split a tensor with these dim groups over the mesh: an axis splits one of them or none."""
         allowed = set(self.candidates)
         choices: list[list[int | None]] = []
         for axis in self.mesh.axes:

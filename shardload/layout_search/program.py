@@ -167,7 +167,7 @@ class Program:
         return len(self._parent) - 1
 
     def any_length(self) -> int:
-        """Return a new node for a dim of a broadcast or a constant, which may be split into any number of parts."""
+        """Return a new node for a dim of a broadcast or constant, which may be split into any number of parts."""
         return self.node(0)  # gcd(0, n) is n
 
     def value(
@@ -253,7 +253,7 @@ class Program:
         self.mark_sliced(value.dims[dim])
 
     def mark_sliced(self, node: int) -> None:
-        """Record that a dim is a slice or is joined from slices: a search does not split it."""
+        """Record that a dim, given by its node, is a slice or is joined from slices: a search does not split it."""
         if node != UNSPLIT:
             self.sliced.add(node)
 

@@ -35,7 +35,7 @@ from shardload.typing import LayoutMap, MeshLike
 from shardload.units import check_kind
 
 BATCH_PER_POSITION = 8
-"""Rows of the batch for each device along the batch axis, if the caller gives neither inputs nor a batch size."""
+"""Rows of the batch for each position along the batch axis, if the caller gives neither inputs nor a batch size."""
 MAX_DEVICES = 4096
 """The most devices that the search for the smallest mesh tries."""
 
@@ -141,7 +141,7 @@ class LayoutSearch:
         optimizer: Any = None,
         hardware: Hardware | None = None,
     ) -> None:
-        """Let JAX record a step of the model, a training step if there is an optimizer."""
+        """Let JAX record a step of the model on shapes: a training step if there is an optimizer, else inference."""
         optimizer = None if optimizer is None else checked_optimizer(optimizer)
         self.model, self.inputs, self.hardware = model, inputs, Hardware.of(hardware)
         with collector_paused():
@@ -157,7 +157,7 @@ class LayoutSearch:
         batch_axis: str | None = None,
         pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
     ) -> LayoutPlan:
-        """Return the best plan for the step on a mesh, under a memory limit per device if there is one."""
+        """Return the best plan for the step on a mesh, within ``device_memory_bytes`` per device unless ``None``."""
         axis = batch_axis_of(mesh, batch_axis)
         fixed = fixed_specs(self.model, mesh, pins)
         with collector_paused():

@@ -137,7 +137,7 @@ class Recorded:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector in the block: it took a quarter of a search and found nothing to free."""
+    """Pause Python's garbage collector in the block: it took a quarter of a search's time and freed nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -279,7 +279,7 @@ def read_program(program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequen
 
 
 def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:
-    """Return a new `Value` for each argument of a program that JAX recorded."""
+    """Add an array to ``program`` for each argument of a program that JAX recorded; return these `Value`s."""
     return [program.value(v.aval.shape, itemsize(v.aval)) for v in closed.jaxpr.invars]
 
 
@@ -301,7 +301,7 @@ def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Val
 
 
 def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``scan``: read the loop's body once. All iterations split the carry alike; the scanned dim is whole."""
+    """Sharding rule of ``scan``: read its body once. All iterations split the carry alike; the scanned dim is whole."""
     params = eqn.params
     if "num_consts" in params:
         n_consts, n_carry = params["num_consts"], params["num_carry"]
@@ -327,7 +327,7 @@ def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``while``: read the body, and count it once, as it is not known how often it will run."""
+    """Sharding rule of ``while``: read the body, and count it once, as it is not known how often it will run."""
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     carry = operands[n_cond + n_body :]
@@ -340,7 +340,7 @@ def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def _cond(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``cond``: read every branch; the results of all branches are split alike."""
+    """Sharding rule of ``cond``: read every branch; the results of all branches are split alike."""
     # The first operand chooses the branch. All branches count, as if they all ran.
     per_branch = [read_program(program, branch, operands[1:]) for branch in eqn.params["branches"]]
     for results in per_branch[1:]:

@@ -155,7 +155,7 @@ class MeshFit:
 
     mesh: MeshSpec
     device_bytes: int
-    """Bytes of weights on each device."""
+    """Bytes of the model's weights on each device of the mesh."""
     usable_bytes: int
     """Bytes of a device's memory that weights may use; the rest is reserved for activations and the runtime."""
 

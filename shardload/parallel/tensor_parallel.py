@@ -54,7 +54,7 @@ class ParallelismInfo(TypedDict):
     device_ids: list[str]
     """Ids of the devices, in the order of the shards."""
     distributed_backend: str
-    """Always ``jax``."""
+    """What moves data between devices: always ``jax``."""
     mesh: str
     sharding_strategy: str
     """How layouts were chosen: ``auto``, ``search``, ``rules``, …"""
@@ -146,7 +146,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         self._given: dict[str, Any] = {"device_count": count, "device_ids": device_ids, "layout": given}
         self._spread(model, devices)
         self.model = model
-        """The plain model, on the same devices."""
+        """The wrapped model itself, split over the same devices."""
         self.built = True
 
     def _spread(self, model: Model, devices: Sequence[Any]) -> None:
@@ -161,7 +161,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model: ``optimizer``, ``generate``, ``backbone``, ``inputs``."""
+        """Return an attribute of the wrapped model that this class lacks: ``optimizer``, ``generate``, ``inputs``."""
         model = vars(self).get("model")
         # `model` is missing while Keras' constructor runs. Private names are Keras' own state, which the two models
         # must not share.
@@ -181,7 +181,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     @property
     def layouts(self) -> LayoutChoice:
-        """The layout of each variable, with its reason."""
+        """The layout of each variable of the wrapped model, with its reason."""
         return self.distribution.choice(self.model)
 
     def get_parallelism_info(self) -> ParallelismInfo:
@@ -235,7 +235,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     @property
     def compiled(self) -> bool:
-        """Whether the model is compiled."""
+        """Whether the wrapped model is compiled."""
         model = vars(self).get("model")
         return model is not None and bool(model.compiled)
 
@@ -296,7 +296,7 @@ for _name in _OF_THE_MODEL.split():
 
 
 def _most_bytes(variables: Iterable[Any]) -> int:
-    """Return the bytes of variables on the device that has most of them."""
+    """Return how many bytes of ``variables`` are on the device that has most of them."""
     return max(bytes_by_device(value_of(v) for v in variables if has_value(v)).values(), default=0)
 
 
