@@ -166,7 +166,8 @@ def compare(
     """Compare a sharded model's result with that of one device, ``expected``: does rounding explain the difference?
 
     ``moved`` has results of one device for weights and inputs that `nudged` moved by a rounding (``eps``). How far they
-    are from ``expected`` gives the tolerance. ``terms``: as in `compare_all`.
+    are from ``expected`` gives the tolerance. ``terms`` is how many float32 numbers a result adds up, if it is one
+    large sum.
     """
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.

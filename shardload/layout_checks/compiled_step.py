@@ -101,11 +101,9 @@ class CompiledStep:
     argument_bytes: int
     """Bytes of the step's arguments: weights, optimizer slots and the batch."""
     output_bytes: int
-    """Bytes of the step's results: outputs for inference, else loss and gradients, or loss and new weights and
-    slots."""
+    """Bytes of the step's results: outputs in inference, or the loss with gradients or with new weights and slots."""
     alias_bytes: int
-    """Bytes of results that reuse the memory of arguments, as new weights do in training: they count once in the
-    total."""
+    """Bytes of results that reuse the memory of arguments, as new weights do in training; they count only once."""
     temporary_bytes: int
     """Bytes of activations and everything else that the program allocates while it runs."""
     float32_argument_bytes: int
@@ -170,7 +168,7 @@ class CompiledStep:
         )
 
     def for_plan(self) -> CompiledCheck:
-        """Return the results in the form in which a plan stores them."""
+        """Return the results as a `CompiledCheck`, which `LayoutPlan.with_checks` stores in a plan."""
         totals: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for one in self.collectives:
             count, nbytes = totals[one.kind]
@@ -227,7 +225,7 @@ def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...
 
 
 def check_batch(**arguments: Any) -> None:
-    """Raise unless each argument is a structure of numbers and arrays of numbers, or of their shapes."""
+    """Raise unless a batch or target consists of numbers and arrays of numbers, or of their shapes; errors name it."""
     for argument, value in arguments.items():
         check_no_iterator(argument, value)
         for leaf in jax.tree.leaves(value):

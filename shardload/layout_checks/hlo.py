@@ -71,8 +71,7 @@ class Collective:
     """One collective instruction of a compiled program."""
 
     kind: str
-    """Kind of collective: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``, ``collective-permute``
-    …"""
+    """Its kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``, ``collective-permute`` …"""
     nbytes: int
     """Bytes of the result on one device, if the instruction runs once."""
     dtype: str

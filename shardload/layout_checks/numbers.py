@@ -174,7 +174,7 @@ class NumbersCheck:
             yield f"{len(self.misplaced)} of {plural(self.variables, 'variable')} are not where they were planned"
 
     def for_plan(self) -> ComparedNumbers:
-        """Return the results in the form in which a plan stores them."""
+        """Return the results as a `ComparedNumbers`, which `LayoutPlan.with_checks` stores in a plan."""
         return ComparedNumbers(
             len(self.comparisons),
             tuple(c.name for c in self.wrong),

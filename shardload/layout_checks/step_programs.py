@@ -52,7 +52,7 @@ class StepProgram:
     layouts: Mapping[str, Sequence[Layout]]
     """The layout of each of ``variables``, under the same keys."""
     fixed: frozenset[int] = frozenset()
-    """``id`` of variables that keep their dtype in a 16-bit model, such as the step counter."""
+    """``id``s of variables that keep their dtype even if the model is 16-bit, such as the step counter."""
     float32_update_bytes: int = 0
     """Bytes that the optimizer needs during its update in float32 arrays, even if the model is 16-bit."""
 

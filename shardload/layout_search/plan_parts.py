@@ -22,7 +22,7 @@ class PlanCheck(Protocol[_Record_co]):
         ...
 
     def for_plan(self) -> _Record_co:
-        """Return the results of the check in the form in which a plan stores them."""
+        """Return the results of the check as the record that `LayoutPlan.with_checks` stores in a plan."""
         ...
 
 
@@ -86,7 +86,7 @@ class PlannedExchange:
 
     kind: str
     axis: str
-    """The mesh axis, or several axes joined by ``+``: ``batch+model``."""
+    """The mesh axis over which devices exchange data, or several axes joined by ``+``: ``batch+model``."""
     count: int
     nbytes: int
     """Bytes on each device of the results of all ``count`` collectives, added up."""
@@ -95,7 +95,7 @@ class PlannedExchange:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """Bytes on one device at the peak of a step."""
+    """Bytes that one device needs for a step, as estimated: at the moment of the step at which it needs most."""
 
     weights: int
     gradients: int
@@ -125,7 +125,8 @@ class CompiledCheck:
     """Memory and collectives of the compiled step of a plan; bytes are those of one device."""
 
     kind: str
-    """Which step was compiled: ``forward``, ``gradients`` or ``training``."""
+    """Which step was compiled: ``forward`` (inference), ``gradients``, or ``training`` (with the optimizer's
+    update)."""
     platform: str
     """The platform that the step was compiled for, such as ``cpu``."""
     total_bytes: int

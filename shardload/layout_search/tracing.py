@@ -54,7 +54,7 @@ class Traced:
 
 
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
-    """Return a shape and dtype for each input that a functional model declares, or the backbone of a KerasHub task.
+    """Return a shape and dtype for each input that a functional model, or a KerasHub task's backbone, declares.
 
     ``batch`` is the length of first dims that the model leaves open, and ``sequence`` that of all other open dims: by
     default `_DEFAULT_SEQUENCE`, or the number of positions that the model has if that is smaller.

@@ -231,7 +231,7 @@ _PlanForLimit = Callable[[int | None], LayoutPlan]
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
-    """A plan from a search, with the compiled step that was checked against the memory limit."""
+    """A plan from a search, with its step as compiled by XLA, whose memory was compared with the limit."""
 
     plan: LayoutPlan
     step: CompiledStep
@@ -324,7 +324,10 @@ def first_that_fits(
 
 
 def _first(searched: _PlanForLimit, limit: int | None) -> LayoutPlan:
-    """Return the best plan for a memory limit, or the plan that needs least memory if none is estimated to fit."""
+    """Return the best plan for a memory limit or, if none is estimated to fit, the plan that needs least memory.
+
+    Estimates can be too high, so the compiled step of that plan may fit.
+    """
     try:
         return searched(limit)
     except DoesNotFitError as error:

@@ -38,7 +38,7 @@ from shardload.typing import LayoutLike
 from shardload.units import check_kind, plural
 
 _OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
-"""Values of ``distributed_backend`` that the proposals have, but that do not run on JAX."""
+"""Values of ``distributed_backend`` that the TensorParallelKeras proposals have, but that do not run on JAX."""
 _OF_THE_MODEL = """
 compile fit evaluate predict train_on_batch test_on_batch predict_on_batch compute_loss compute_metrics
 get_metrics_result reset_metrics summary get_layer quantize export save_weights load_weights
@@ -245,15 +245,15 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     @property
     def metrics(self) -> list[Any]:
-        """The metrics of the wrapped model, which is what Keras' methods reset and report."""
+        """The metrics of the wrapped model."""
         return list(self.model.metrics)
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return an empty dict: the wrapped model's own configuration, in `get_config`, says how it was compiled."""
+        """Return an empty dict to Keras' saving: `get_config` has how the wrapped model was compiled."""
         return {}
 
     def get_build_config(self) -> None:
-        """Return ``None``: the wrapped model's own configuration, in `get_config`, says how it was built."""
+        """Return ``None`` to Keras' saving: `get_config` has how the wrapped model was built."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the wrapped model, and the arguments given; raise if JSON cannot hold these."""
