@@ -3,8 +3,8 @@
     model + LayoutChoice + shapes of a batch ─► lower, compile (no values) ─► CompiledStep
                                                                               bytes per device, every collective
 
-The batch is split over the batch axis, activations are laid out as in a bound model, and everything else is XLA's own
-decision: this is the program that training on that mesh runs.
+The batch is split over the batch axis, activations are laid out as in a model that runs on the mesh, and
+everything else is XLA's own decision: this is the program that training on that mesh runs.
 
 On CPU, XLA computes 16-bit floats in 32 bits: copies of all weights appear among the temporaries, and collectives have
 twice their bytes. To get the bytes of 16 bits on CPU, compile a float32 model and call `CompiledStep.scaled`.
@@ -200,7 +200,7 @@ class CompiledStep:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`; bytes are those of one device."""
+        """Return memory and collectives as an object for `json.dumps`; bytes are those of one device."""
         skipped = ("mesh", "collectives", "notes")
         return {
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),

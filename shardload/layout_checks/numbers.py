@@ -205,7 +205,7 @@ class NumbersCheck:
         return "\n".join([*lines, *(f"  {found}" for found in (*shown, *self.misplaced[:_MOST_LINES]))])
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`."""
+        """Return the results of the check as an object for `json.dumps`."""
         return {
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
             "ok": self.ok,

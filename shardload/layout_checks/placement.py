@@ -115,7 +115,7 @@ class Check:
     """One check of a model on its mesh, such as its bytes on each device, and whether it passed."""
 
     name: str
-    """Name of the check: ``shardings``, ``bytes``, ``split`` or ``outputs``."""
+    """Name of the check: ``shardings``, ``bytes``, ``split`` (is any variable split?) or ``outputs``."""
     passed: bool
     detail: str
     """What the check found, as one line of text for the report."""

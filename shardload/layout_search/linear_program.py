@@ -40,7 +40,7 @@ from shardload.units import format_bytes, format_bytes_down, format_bytes_up, pl
 _TIME_LIMIT_S = 60.0
 """Seconds after which the solver (HiGHS) stops, and returns the best decisions that it has found so far."""
 _TIE_BREAK = 1e-4
-"""Weight of the step time in the sum that is minimised to save memory. It is small, so that time only decides between
+"""Factor of the step time in the sum that is minimised to save memory. It is small, so that time only decides between
 solutions that need equal memory."""
 
 _Moment = tuple[tuple[tuple[int, ...], float], ...]

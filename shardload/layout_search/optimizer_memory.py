@@ -68,8 +68,7 @@ class OptimizerMemory:
     slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
     """The arrays that the optimizer keeps for each weight, by ``id(weight)``."""
     update_bytes: int = 0
-    """Bytes that an update needs on every device besides ``slots``, under any layout, for state that it gathers
-    there."""
+    """Bytes that an update needs on every device besides ``slots``, under any layout: state that it gathers there."""
 
 
 def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemory:

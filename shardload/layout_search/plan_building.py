@@ -35,8 +35,7 @@ def plan_of_solution(
 ) -> LayoutPlan:
     """Turn a solution of the linear program into a `LayoutPlan`.
 
-    ``demand`` is the task that the solver got. It is solved again with each decision reversed, as a plan says what that
-    costs.
+    ``demand`` is the task that the solver got. With each decision reversed it is solved again, to find what that costs.
     """
     activations, _ = activation_peak(problem, solution)
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))

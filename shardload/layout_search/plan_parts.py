@@ -125,8 +125,7 @@ class CompiledCheck:
     """Memory and collectives of the compiled step of a plan; bytes are those of one device."""
 
     kind: str
-    """Which step was compiled: ``forward`` (inference), ``gradients``, or ``training`` (with the optimizer's
-    update)."""
+    """Which step was compiled: ``forward`` (inference), ``gradients``, or ``training`` (with an optimizer)."""
     platform: str
     """The platform that the step was compiled for, such as ``cpu``."""
     total_bytes: int

@@ -43,7 +43,7 @@ def itemsize(aval: Any) -> int:
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Return a new `Value` with the shape of ``var``. ``dims`` has nodes (numbers) of its dims; ``None``: a new one."""
+    """Return a new `Value` of ``var``'s shape. ``dims`` has a node (number) for each dim, or ``None`` for a new one."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
@@ -295,7 +295,7 @@ def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Sharding rule of ``top_k``: XLA gathers the whole operand on every device; the last dim of the results is new."""
+    """Sharding rule of ``top_k``: XLA gathers the whole operand on every device; the results' last dim is new."""
     value = operands[0]
     program.need_all(value, why="top_k")
     return [fresh(program, var, [*value.dims[:-1], None]) for var in eqn.outvars]
@@ -359,7 +359,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Sharding rule of matrix products: summed dims are split alike, and so are batch dims; partial sums are added."""
+    """Sharding rule of matrix products: summed dims are split alike (devices add their sums), and so are batch dims."""
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):

@@ -200,7 +200,7 @@ class Problem:
         yield from itertools.product(*choices)
 
     def shard_count(self, dim_groups: Sequence[int], assignment: Assignment) -> int:
-        """Return the number of shards of a tensor with these dim groups, if mesh axes split as in ``assignment``."""
+        """Return the number of shards of a tensor with these dim groups, if axes split dims as in ``assignment``."""
         return math.prod(
             self.sizes[axis]
             for axis, dim_group in zip(self.mesh.axes, assignment, strict=True)
@@ -223,7 +223,7 @@ class Problem:
         return seconds, moved
 
     def work_s(self, work: WorkKind, assignment: Assignment) -> float:
-        """Return the seconds of one operation with its collectives, if mesh axes split as in ``assignment``."""
+        """Return the seconds of one operation with its collectives, if axes split dims as in ``assignment``."""
         parts = self.shard_count(work.dim_groups, assignment)
         compute = self.hardware.compute_s(work.flops / parts, work.nbytes / parts)
         return compute + sum(self.exchange_s(e, assignment)[0] for e in work.exchanges)
@@ -322,7 +322,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return the groups of an operation's dims, and a tuple of what else its cost depends on, to compare and count."""
+    """Return the groups of an operation's dims, and a tuple of all else: operations with equal tuples do equal work."""
     dims = [program.group(n) for n in op.dims]
     exchanges = []
     for e in op.exchanges:

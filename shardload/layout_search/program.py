@@ -140,7 +140,7 @@ class Program:
         return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
-        """Merge the groups of two nodes, which are then split alike; return the group. With `UNSPLIT`, do nothing."""
+        """Merge the groups of two nodes into one, and return it. If one node is `UNSPLIT`, return the other."""
         # UNSPLIT is -1: the maximum is the other node.
         if UNSPLIT in (first, second):
             return max(first, second)

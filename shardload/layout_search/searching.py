@@ -215,7 +215,7 @@ def search_smallest_mesh(
 
 
 def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devices: int) -> LayoutPlan | None:
-    """Return the plan on the smallest mesh on which a traced step fits, or ``None`` if it fits on no mesh."""
+    """Return the plan on the smallest mesh on which a traced step fits into memory, or ``None`` if it fits on none."""
     if search.optimizer_memory.update_bytes >= device_memory_bytes:
         return None  # no layout makes this smaller
     recorded, slots = search.recorded, search.optimizer_memory.slots

@@ -327,7 +327,7 @@ def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Sharding rule of ``while``: read the body, and count it once, as it is not known how often it will run."""
+    """Sharding rule of ``while``: the operations of its body count once, as it is not known how often it will run."""
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     carry = operands[n_cond + n_body :]
@@ -340,7 +340,7 @@ def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def _cond(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Sharding rule of ``cond``: read every branch; the results of all branches are split alike."""
+    """Sharding rule of ``cond``: the operations of every branch count, and all branches' results are split alike."""
     # The first operand chooses the branch. All branches count, as if they all ran.
     per_branch = [read_program(program, branch, operands[1:]) for branch in eqn.params["branches"]]
     for results in per_branch[1:]:

@@ -114,8 +114,8 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
     """Yield the collectives that a layout of one weight adds to a step, or saves.
 
     A weight that is stored split is gathered before use, and in training again for the backward pass: by one all-gather
-    for each dim that is split in storage, the last dim first. If the batch moves to the weight's rows, see
-    `batch_move`.
+    for each dim that is split in storage, the last dim first. If the batch axis splits an embedding's rows, too, those
+    of `batch_move` come first.
     """
     if option.moved:
         yield from batch_move(problem, weight, option.assignment, option.moved)

@@ -249,11 +249,11 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         return list(self.model.metrics)
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return an empty dict to Keras' saving: `get_config` has how the wrapped model was compiled."""
+        """Return an empty dict to Keras' saving: `get_config` says how the wrapped model was compiled."""
         return {}
 
     def get_build_config(self) -> None:
-        """Return ``None`` to Keras' saving: `get_config` has how the wrapped model was built."""
+        """Return ``None`` to Keras' saving: `get_config` says how the wrapped model was built."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the wrapped model, and the arguments given; raise if JSON cannot hold these."""
