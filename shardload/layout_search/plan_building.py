@@ -90,7 +90,7 @@ def _notes(model: Any, problem: Problem, inputs: Any, batch_axis: str) -> Iterat
 
 
 def _cached_per_token(backbone: Any) -> int | None:
-    """Return how many numbers a backbone's KV cache holds per token; ``None`` if its attributes do not tell that."""
+    """Return how many numbers a backbone's KV cache holds per token, for a note; ``None`` if attributes do not tell."""
     if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
         return None
 

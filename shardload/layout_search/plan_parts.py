@@ -67,7 +67,7 @@ class Decision:
     for the memory it needs. ``None`` if the opposite exceeds the memory limit, or contradicts other decisions."""
 
     def line(self, *, limited: bool) -> str:
-        """Return the decision as a line of text; ``limited`` says whether the plan had to keep a memory limit."""
+        """Return the decision as a line for `LayoutPlan.why`; ``limited``: whether the plan has a memory limit."""
         done = "splits" if self.split else "does not split"
         if self.opposite_s is None and limited:
             otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
@@ -145,7 +145,7 @@ class CompiledCheck:
         return cls(**{**data, "collectives": collectives, "notes": tuple(data["notes"]), "attempts": attempts})
 
     def line(self, limit: int | None) -> str:
-        """Return the check as a line of text: memory, ``limit`` if there is one, and collectives."""
+        """Return the check as a line of a plan's summary: memory, ``limit`` if there is one, and collectives."""
         of = f" of {format_bytes(limit)}" if limit is not None else ""
         done = ", ".join(f"{plural(n, kind)} of {format_bytes(b)}" for kind, (n, b) in self.collectives.items())
         tried = f"; before it, {', '.join(map(str, self.attempts))}" if self.attempts else ""
@@ -181,7 +181,7 @@ class ComparedNumbers:
         return cls(**{**data, "wrong": tuple(data["wrong"]), "misplaced": tuple(data["misplaced"])})
 
     def line(self) -> str:
-        """Return the comparison as a line of text."""
+        """Return the comparison as a line of a plan's summary: what agrees, or what is wrong."""
         placed = f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
         results = plural(self.results, "result")
         said = f"{results} equal to one device"

@@ -38,7 +38,7 @@ _VALUES_NEEDED = (
     "Its call reads values of tensors (float(), if, NumPy), but a search has only shapes. Use keras.ops (where, cond), "
     "which jit_compile=True needs as well"
 )
-"""Advice in an error if the model's call reads values, so it cannot be traced; `_OTHER_INPUTS` is for other causes."""
+"""Advice in an error about a model whose call reads values of tensors: it cannot be traced on shapes alone."""
 
 
 @dataclass(frozen=True, slots=True)
