@@ -56,8 +56,8 @@ def weight_options(
     """Yield each layout that weights of one kind can have: each way to split them in use, and further in storage.
 
     ``storage_axes`` are mesh axes that may split any weight in storage only: devices gather it before use. Weights
-    below `LEAST_STORED_BYTES` are split so only if ``small`` is true. Layouts that contradict a pin or do not divide
-    are left out.
+    below `LEAST_STORED_BYTES` are split so only if ``small`` is true, or if a pin says so. Layouts that contradict a
+    pin or do not divide are left out.
     """
     for assignment in problem.assignments(weight.dim_groups):
         use: list[tuple[str, ...]] = [()] * len(weight.shape)
