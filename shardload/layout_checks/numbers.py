@@ -63,7 +63,7 @@ def check_numbers(
             model to one of these, such as ``lambda model: choose(model, mesh)``.
         inputs: A sample batch, the first argument of the model's ``call``: (a nested structure of) arrays.
         target: What the loss compares the outputs with.
-        loss: As for `compile_step`.
+        loss: As for Keras' ``compile``; by default the model's own (see `compile_step`).
         training: What is compared in addition to outputs. ``None``: nothing; ``"gradients"``: loss and gradients; an
             optimizer or its name: the loss, and the variables after ``steps`` training steps.
         steps: Number of training steps, all on the same batch.

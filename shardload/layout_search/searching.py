@@ -187,16 +187,16 @@ def search_smallest_mesh(
 
     Args:
         model: A built Keras model.
-        device_memory_bytes: As in `search`.
+        device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
         max_devices: The largest number of devices to try.
 
     Keyword Args:
-        inputs: As in `search`; with ``batch`` rows (8) by default.
-        arguments: As in `search`.
-        batch: As in `search`.
-        sequence: As in `search`.
-        optimizer: As in `search`.
-        hardware: As in `search`.
+        inputs: First argument of the model's ``call``, as in `search`; with ``batch`` rows (8) by default.
+        arguments: Further arguments of ``call``, by name.
+        batch: Rows of the default inputs, over all devices.
+        sequence: Length of open dims of the default inputs (512).
+        optimizer: Plan a training step with this optimizer; by default, plan inference.
+        hardware: Rates of devices and links.
 
     Returns:
         The plan on that mesh, or ``None`` if no mesh has enough memory.

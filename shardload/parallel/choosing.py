@@ -106,7 +106,7 @@ def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> La
     Args:
         model: A built Keras model.
         device_count: Number of devices.
-        layout: As in `shardload.parallel.choose`.
+        layout: How to choose layouts, such as ``auto`` or a plan; see `shardload.parallel.choose`.
 
     Raises:
         UsageError: When ``device_count`` is not a positive integer.
@@ -190,7 +190,7 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
     Args:
         model: A built model; its variables may have no values.
         device_memory_bytes: Memory of one device.
-        layout: As in `choose`; a LayoutMap belongs to one mesh and cannot be used here.
+        layout: How to choose layouts; see `choose`. A LayoutMap belongs to one mesh and cannot be used here.
 
     Raises:
         LayoutError: As `choose` does.
@@ -252,23 +252,23 @@ def search_compiled(
     Nothing is allocated, and the model may have no values.
 
     Args:
-        model: As for `search`.
-        mesh: As for `search`.
-        target: As for `compile_step`.
-        loss: As for `compile_step`.
-        devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for another machine.
+        model: A built Keras model.
+        mesh: The mesh, such as ``"data=2,model=4"`` (see `search`).
+        target: What the loss compares the outputs with, as an array or shape.
+        loss: As for Keras' ``compile``; by default the model's own (see `compile_step`).
+        devices: One for each mesh position; those of ``jax.experimental.topologies`` compile for another machine.
 
     Keyword Args:
-        inputs (Any): As for `search`.
-        arguments (Mapping[str, Any] | None): As for `search`.
-        batch (int | None): As for `search`.
-        sequence (int | None): As for `search`.
-        optimizer (Any): As for `search`; ``None`` compiles inference.
+        inputs (Any): First argument of the model's ``call``, as arrays or shapes; by default as for `search`.
+        arguments (Mapping[str, Any] | None): Further arguments of ``call``, by name.
+        batch (int | None): Rows of the default inputs, over all devices.
+        sequence (int | None): Length of open dims of the default inputs (512).
+        optimizer (Any): Plan and compile a training step with this optimizer; ``None``: inference.
         device_memory_bytes (int | None): The limit that the compiled step must keep; without one, the first plan is
             returned.
-        pins (LayoutMap | Mapping[str, Any] | LayoutPlan | None): As for `search`.
-        hardware (Hardware | None): As for `search`.
-        batch_axis (str | None): As for `search`.
+        pins (LayoutMap | Mapping[str, Any] | LayoutPlan | None): Layouts that are fixed; see `search`.
+        hardware (Hardware | None): Rates of devices and links.
+        batch_axis (str | None): The axis that splits the batch; by default the mesh's.
 
     Returns:
         The plan, with its compiled step and the attempts before it in `LayoutPlan.compiled`.
