@@ -70,7 +70,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
                 plan.
             axes: Names for a mesh given as sizes, joined by commas.
             devices: `jax.Device`s in mesh order; by default the mesh's own, else JAX's first ones.
-            auto_shard_dataset: As in `keras.distribution.Distribution`.
+            auto_shard_dataset: Whether Keras splits datasets over processes, as in `keras.distribution.Distribution`.
             device_memory_bytes: With ``layout="search"``, the limit that plans keep on each device; see
                 `shardload.parallel.search`.
             batch: With ``layout="search"``, the rows of a batch over all devices, if `shard` gets no sample inputs.
@@ -209,8 +209,8 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
 
         Args:
             make: Returns the model; may compile it. It must not load weights.
-            *args: As in `shard`.
-            **kwargs: As in `shard`.
+            *args: Sample inputs, if ``make`` returns a model that is not built; only their shapes and dtypes count.
+            **kwargs: Sample inputs by name.
 
         Raises:
             UsageError: When ``make`` loads weights, or the model is not built and there are no sample inputs.
