@@ -359,9 +359,10 @@ class MissingExtraError(ShardloadError, ImportError):
 
     @classmethod
     def explaining(cls, error: ImportError, *, needed_for: str, extra: str | None = None) -> MissingExtraError:
-        """Return the error for a failed import: the module is not installed, or a part of it is missing.
+        """Return the error for a failed import, which says whether the module is missing or only a part of it.
 
-        ``needed_for`` begins the message ("Reading x.gguf"); ``extra`` installs the module if `_EXTRAS` lacks it.
+        ``needed_for`` begins the message ("Reading x.gguf"). ``extra`` is the extra of shardload that installs the
+        module; it is used only for modules that `_EXTRAS` does not list.
         """
         if isinstance(error, cls):
             return error

@@ -73,7 +73,7 @@ def check_no_iterator(argument: str, value: Any) -> None:
 
 
 def is_function(value: Any) -> bool:
-    """Whether an argument is a function that makes the value, and is not itself the value: a class, a model."""
+    """Whether an argument is a function to call for the value. Classes and models can be called, but are values."""
     return callable(value) and not isinstance(value, type) and not hasattr(value, "trainable_variables")
 
 

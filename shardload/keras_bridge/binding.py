@@ -230,7 +230,7 @@ class BindingSnapshot:
 
     @classmethod
     def of(cls, model: Model) -> BindingSnapshot:
-        """Return a snapshot of the current binding of ``model`` and of the shardings of its variables."""
+        """Record how ``model`` is bound to a mesh now, if it is, and how each of its variables is sharded."""
         found = tuple((v, sharding_of(v)) for v in state_of(model))
         return cls(model, binding_of(model), found)
 

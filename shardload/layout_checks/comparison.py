@@ -9,9 +9,9 @@ The tolerance of an array is 8 times its largest movement in these runs, and at 
 largest value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of the
 output. The order of that sum alone moves the loss by √n roundings of float32, which the tolerance of a loss includes.
 
-Elements that are NaN on one device, too, cannot be compared, nor can those that a movement makes infinite or NaN, or
-finite again. An array without a finite element cannot be compared at all. Infinite elements among finite ones, such as
-masked logits, must be equal in both results. A result with elements that cannot be compared counts as wrong.
+An element cannot be compared if it is NaN on one device already, or if it is finite in some of the runs there and not
+in others. An array without a finite element cannot be compared at all. A result with elements that cannot be compared
+counts as wrong. Infinite elements among finite ones, such as masked logits, must be equal in both results.
 
 A missing reduction, a bias added on every device, or a wrong shard changes a result by about its own size: some 10⁵
 times the tolerance in float32, and a few times in bfloat16.

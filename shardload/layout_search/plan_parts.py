@@ -101,7 +101,7 @@ class DeviceBytes:
     gradients: int
     slots: int
     activations: int
-    """Bytes of activations or, if these are more, bytes that the optimizer's update needs in addition to the slots."""
+    """Bytes of the activations, or bytes that the optimizer's update needs besides the slots: whichever is more."""
 
     @property
     def total(self) -> int:

@@ -142,8 +142,8 @@ def _json(
     if info.file_size > MAX_JSON_BYTES or info.file_size > _MAX_EXPANSION * max(info.compress_size, 1024):
         raise UnsafeSourceError(
             f"{path}: {name} declares {exact_bytes(info.file_size)}, but stores only "
-            f"{exact_bytes(info.compress_size)}; it may expand at most {_MAX_EXPANSION} times, to "
-            f"{exact_bytes(MAX_JSON_BYTES)}. Save the model again with Keras"
+            f"{exact_bytes(info.compress_size)}; it may expand at most {_MAX_EXPANSION} times, and "
+            f"to {exact_bytes(MAX_JSON_BYTES)} at most. Save the model again with Keras"
         )
     content = b"".join(member_blocks(path, file, info, start=starts[name]))
     return parse_object(content, path=f"{path}:{name}")

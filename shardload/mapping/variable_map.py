@@ -98,7 +98,7 @@ class Runtime(Protocol):
         """Assign an array from `take` to a variable by ``assign``, Keras' own method, without a copy."""
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Place a value that the step computed in the variable's layout, then assign it by ``assign``."""
+        """Copy a computed value to the devices, in the layout of ``variable``, then assign it by ``assign``."""
 
 
 class MappingStep(Protocol):

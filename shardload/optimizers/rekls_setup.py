@@ -273,9 +273,10 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
 
 
 def start_of_slot(slot: str, options: Options) -> Any:
-    """Return the initializer of the state in an attribute of the optimizer, such as ``left_vectors`` or a counter.
+    """Return the Keras initializer of one state variable of the optimizer.
 
-    L and R always start as zeros, because zeros tell the update that a matrix had no gradient yet.
+    ``slot`` names it by the optimizer's attribute that holds it, such as ``left_vectors``, or is a counter. The factors
+    L and R (averages of products of gradients) start as zeros, which tell the update that there was no gradient yet.
     """
     if slot.endswith("_vectors"):
         return keras.initializers.Identity()

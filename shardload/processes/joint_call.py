@@ -94,7 +94,7 @@ class JointCall:
             raise cause from None
 
     def check(self) -> None:
-        """Raise if another process has reported a failure since the last meeting; asks nobody, so it is fast."""
+        """Raise if another process has reported that it failed. It waits for no process, so it can be called often."""
         self._beat.check()
         for process, word in self._failed().items():
             self._from_elsewhere = processes.from_elsewhere(process, word, foreign=ProcessFailedError)

@@ -160,7 +160,10 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
 
 
 def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
-    """Make a preprocessor from a GGUF file, unless its files changed; if that fails, warn and return ``None``."""
+    """Make a preprocessor from the tokenizer in a GGUF checkpoint.
+
+    If that fails, or the checkpoint's files changed since the model was loaded, warn and return ``None``.
+    """
     try:
         files.check()
         metadata = tokenizer_metadata(manifest.location)

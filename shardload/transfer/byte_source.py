@@ -57,8 +57,8 @@ MAX_RANGE_UNITS = 4
 """Most units (of 1 MiB each) that one request to a remote store asks for. 4 MiB take 70 ms at 60 MB/s per connection,
 so that a round trip hardly counts. Longer requests would leave fewer requests in flight."""
 _MAX_AHEAD_BYTES = 64 << 20
-"""Most bytes of memory for ranges of remote files (up to 4 MiB each) that were requested and are not yet used up. Two
-threads can then have twelve requests in advance."""
+"""Most bytes of memory for ranges of remote files (up to 4 MiB each) that were requested and are not yet used up.
+That is sixteen; each thread may be using two of them, so two threads leave twelve that are on their way."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
 """Smallest host-memory budget, in bytes, for a load from a remote store: ranges fetched in advance need it."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES

@@ -383,7 +383,10 @@ class Planner:
         )
 
     def _row_elements(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
-        """Return the elements per row if a block can be copied by rows (no piece crosses the end of a row); else 0."""
+        """Return the number of elements in a row of a stored tensor if a block of it can be copied row by row, else 0.
+
+        It can if the part of the block that each variable needs lies within a row, or repeats from row to row.
+        """
         row_elements = part.row_elements
         if 2 * row_elements * part.tensor.dtype.itemsize > STAGED_BYTES:
             return 0

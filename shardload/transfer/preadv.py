@@ -76,7 +76,11 @@ class Grid:
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """Return grids to read ``n_bytes`` of a file into rows of ``row_bytes``, one per ``pitch_bytes`` of memory."""
+        """Return grids that read ``n_bytes`` of a file, from ``start`` on, as rows into ``target``.
+
+        Each row has ``row_bytes``; in memory the next row starts ``pitch_bytes`` after it, so rows may be padded. A
+        shorter last row has a grid of its own.
+        """
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []

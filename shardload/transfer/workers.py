@@ -162,7 +162,7 @@ class Task:
     grids: Sequence[Grid] = ()
     """For a direct block, read straight into shards: where each contiguous run of the file goes, a grid per part."""
     row: int = 0
-    """For a staged block, which passes through scratch: elements per padded row of scratch; 0 without padding."""
+    """Elements from the start of one row to the next in scratch memory, if rows are padded there; otherwise 0."""
     row_copies: Sequence[RowCopy] = ()
     """For a staged block that goes through scratch a few rows at a time: the `RowCopy` of each of ``parts``."""
 
