@@ -133,8 +133,9 @@ def inner_path(name: str) -> str:
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return name → location of the shards ``names`` that an index lists; raise if one is missing or outside.
+    """Return name → location of the shards ``names`` that an index lists.
 
+    Raise if one of them does not exist, or is outside of the index's folder.
     ``way_out`` is the verb in the advice on missing shards: "Copy" becomes "Copy them into that folder".
     """
     files = {name: _listed(index, name) for name in sorted(names)}
@@ -201,8 +202,9 @@ def _refuse_escape(path: Location, folder: Location) -> None:
     if target.is_file() and (target.name == path.name or path.name.lower().endswith(_TENSOR_FILES)):
         return
     raise UnsafeSourceError(
-        f"{path} is a symbolic link that leaves its folder, to {target}. Such links may only end in a file of the same "
-        "name, or, for files of tensors, in any file. Copy it into the folder, or open it by its own path"
+        f"{path} is a symbolic link that leaves its folder, to {target}. A link may leave it only to a file, which "
+        f"must have the link's name unless that ends in {' or '.join(_TENSOR_FILES)}. Copy the file into the folder, "
+        "or open it by its own path"
     )
 
 

@@ -63,7 +63,10 @@ def describe_folder(folder: Location) -> Manifest:
 
 
 def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
-    """Return the manifest of a folder's safetensors. ``config`` describes the model: ``config.json`` is not read."""
+    """Return the manifest of a folder's safetensors, with ``config`` as the model's configuration.
+
+    This does not read the configuration in ``config.json``.
+    """
     names = folder.names()
     if _INDEX in names:
         found = open_index(member(folder, _INDEX, named_by=str(folder)))
@@ -90,10 +93,10 @@ def open_index(index: Location) -> Manifest:
 
 
 def folder_of(file: Location) -> Location | None:
-    """Return the folder whose ``config.json`` describes the weights in a file, or ``None``.
+    """Return the folder whose ``config.json`` describes the weights in a file, or ``None`` if there is none.
 
-    The file must be one that opening the folder would read: its only file, a shard of its index, or the index. A shard
-    may be in a subfolder.
+    The folder must be one that, when opened, loads the file's checkpoint. A shard that the folder's index lists may be
+    in a subfolder.
     """
     if not file.name.endswith((".safetensors", ".safetensors.index.json")):
         return None
@@ -133,7 +136,11 @@ def _is_described(folder: Location) -> bool:
 
 
 def _is_read_with(folder: Location, file: Location) -> bool:
-    """Whether `open_folder` loads ``file``, alone or with other parts of its checkpoint, but with no variant of it."""
+    """Whether opening the folder loads the checkpoint that ``file`` belongs to, and no second one.
+
+    If the folder has an index, the index must list ``file`` or be ``file``. Otherwise, ``file`` must be among the files
+    that are loaded, and these may contain no other set of parts and no variant (the same tensors in another dtype).
+    """
     names = folder.names()
     if _INDEX in names:
         return file.name == _INDEX or _lists(folder / _INDEX, file.name)
@@ -242,7 +249,11 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return which safetensors to read: if it and a ``config.json`` exist, ``model.safetensors`` alone; else all."""
+    """Return the names of the safetensors files to read in a folder without an index; ``names`` are all its files.
+
+    If ``is_described``, the folder has a ``config.json``. Then ``model.safetensors`` is read alone, if it exists.
+    Otherwise, all safetensors files are read.
+    """
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

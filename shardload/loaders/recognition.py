@@ -57,7 +57,10 @@ def recognise(path: str | os.PathLike[str] | Location) -> FormatSpec:
 
 
 def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Location | None:
-    """If a weights file belongs to a folder that describes the model, return it, to open all of it; else ``None``."""
+    """Return the folder that contains a weights file and describes its model, to open the whole folder instead.
+
+    ``None`` if there is no such folder.
+    """
     where = located(path)
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
     return next((folder for find in asked if (folder := find(where)) is not None), None)
@@ -66,7 +69,8 @@ def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = N
 def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
     """If a file is one of the variants of a model (``model.fp16.safetensors``), return its manifest; else ``None``.
 
-    Variants have the same tensors, in other dtypes for example. The manifest has the configuration of the folder.
+    Variants are weights files in one folder with the same tensors, for example in other dtypes. The manifest has the
+    model's configuration from that folder.
     """
     where = located(path)
     asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
@@ -237,8 +241,8 @@ def _single(folder: Location, spec: FormatSpec) -> str:
     if not found:
         raise SourceNotFoundError(f"{folder} should contain {spec.description}, but contains {listing(folder)}")
     raise SourceError(
-        f"{folder} contains {plural(len(firsts), 'checkpoint')} of that format ({', '.join(firsts[:8])}); open one "
-        "of them"
+        f"{folder} should contain one checkpoint of the format {spec.name!r}, but contains "
+        f"{plural(len(firsts), 'checkpoint')} of that format ({', '.join(firsts[:8])}); open one of them"
     )
 
 

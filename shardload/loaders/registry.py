@@ -78,9 +78,11 @@ class FormatSpec:
     part_format: str | None = None
     """For an index of shards: name of the shards' format, which in a folder then does not count as a second format."""
     folder_of: Callable[[Location], Location | None] | None = None
-    """For formats whose folder describes the model: returns the folder that a weights file belongs to, if any."""
+    """Given a weights file, returns the folder that contains it and describes its model, or ``None`` if there is none.
+    The whole folder is then opened instead of the file."""
     open_variant: Callable[[Location], Manifest | None] | None = None
-    """Opens a variant, with the folder's configuration: a weights file that opening the whole folder would not read."""
+    """Opens a variant: a weights file with the same tensors as another one in its folder, for example in another dtype
+    (``model.fp16.safetensors``). Its manifest has the folder's configuration. For other files, returns ``None``."""
     described_by: Literal["keras", "keras-legacy", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""

@@ -212,7 +212,8 @@ class _Parser:
         check_shape(tuple(shape), name=name, path=self._path)
         if (n_bits := math.prod(shape) * bits) % 8:
             raise self._wrong(
-                f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}: {plural(n_bits, 'bit')}"
+                f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}, which is "
+                f"{plural(n_bits, 'bit')}, but should be a whole number of bytes"
             )
         expected = n_bits // 8
         # Python's integers do not overflow, so a shape cannot wrap around to a plausible size.
@@ -257,7 +258,8 @@ class _Parser:
             if start != end:
                 kind = "overlaps" if start < end else "leaves a hole after"
                 raise self._wrong(
-                    f"lets tensor {tensor.name!r} start at byte {start}; it {kind} {before}, ending at {end}"
+                    f"lets tensor {tensor.name!r} start at byte {start}, expected byte {end}: it {kind} {before}, "
+                    "which ends there"
                 )
             end, before = stop, f"tensor {tensor.name!r}"
         if end != self._data_start + self._data_bytes:

@@ -212,8 +212,9 @@ def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
     is_quantised_vector = info.kind.block_elements > 1 and len(info.shape) == 1
     if parts and (info.shape[0] % parts or is_quantised_vector):
         raise SourceError(
-            f"{info.path}: tensor {info.name!r} has {plural(info.shape[0], 'row')}, not a whole number for "
-            f"{plural(heads, 'head')}: expected a multiple of {parts}, unquantised if a vector"
+            f"{info.path}: tensor {info.name!r} has {plural(info.shape[0], 'row')}, which cannot be put back into "
+            f"Hugging Face's order: either they are not a whole number for {plural(heads, 'head')} (expected a "
+            f"multiple of {parts}), or the tensor is a quantised vector, whose elements cannot be moved"
         )
 
 

@@ -65,7 +65,7 @@ class GgufRows(EncodedRows):
     info: TensorInfo
     undo: Undo
     heads: int = 1
-    """Number of attention heads that the rows belong to; only used if GGUF reordered the rows of heads."""
+    """Number of attention heads whose rows the tensor has; used only if GGUF stores these rows in another order."""
 
     @property
     def paths(self) -> tuple[Location, ...]:
@@ -79,7 +79,12 @@ class GgufRows(EncodedRows):
 
     @property
     def row_alignment(self) -> int:
-        """How many rows decode together: all (transposed), a head's (reordered), a block's (quantised vector), or 1."""
+        """Number of rows that must be read together.
+
+        It is all rows of a transposed matrix, and the rows of one attention head if GGUF reordered the rows of heads.
+        Rows of a quantised vector are single elements, which GGUF encodes in blocks: it is the number of elements in a
+        block. For all other tensors it is 1.
+        """
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
         if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):
@@ -175,7 +180,10 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
 
 
 def _unreadable(*parts: TensorInfo) -> UnreadableRows:
-    """Return a reader that raises when used, for a tensor with an unknown element type in one of its ``parts``."""
+    """Return a reader for a tensor that is made of the stored tensors ``parts``, one of which has an unknown type.
+
+    The reader raises only when it is used, so the checkpoint's other tensors can still be loaded.
+    """
     kind = next(info.kind for info in parts if not info.kind.is_known)
     return UnreadableRows(
         tuple((info.path, info.offset, info.nbytes) for info in parts),
@@ -288,7 +296,10 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield one tensor of all experts per transformer block and matrix, as in Hugging Face: gate and up are joined."""
+    """Yield GPT-OSS's experts as in Hugging Face: for each transformer block and matrix, a tensor of all its experts.
+
+    GGUF stores the gate and up matrices as two tensors, which are joined. Other architectures yield nothing.
+    """
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}

@@ -60,7 +60,8 @@ _CACHE_BYTES = 1 << 20
 _OWN_GROUP = "vars"
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
 _MAX_COPIES = 16
-"""Limit on the total size of tensors that repeat a dataset under a second name (a hard link), in sizes of the file."""
+"""Limit on the total size of tensors that repeat a dataset under a second name (a hard link), as a multiple of the
+file's size."""
 _FREE_HEADER_BYTES = 1 << 20
 """An object header may have this many bytes, or half of the file's size if that is more. libhdf5 reads as many bytes
 as a header declares: with a damaged length, it would parse tensor data as header messages."""
@@ -205,8 +206,9 @@ class Reader:
                 copies += first.nbytes
                 if copies > max(_EXPANSION_FLOOR_BYTES, _MAX_COPIES * self._region.nbytes):
                     raise UnsafeSourceError(
-                        f"{self._region.path}: {name!r} is a second link to {first.name!r}; such links may have at "
-                        f"most {_MAX_COPIES} times the bytes of the file. If you trust it, load and save it with Keras"
+                        f"{self._region.path}: {name!r} is a second link to {first.name!r}, which would load that "
+                        "dataset again. All datasets that are loaded again may together take at most "
+                        f"{_MAX_COPIES} times the file's size. If you trust the file, load and save it with Keras"
                     )
                 found[address] = replace(first, name=name)
             if (tensor := found[address]) is not None:
@@ -410,7 +412,10 @@ class HeaderLimit:
         self._limit: int | None = None
 
     def __call__(self, at: int, n_bytes: int) -> None:
-        """Raise if a read of ``n_bytes`` at byte ``at`` is too long. Outside a with block of `headers`, none is."""
+        """Raise if a read of ``n_bytes`` at byte ``at`` is too long for an object header.
+
+        Reads outside a with block of `headers` are not checked.
+        """
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "
@@ -420,7 +425,10 @@ class HeaderLimit:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Limit each read in the with block. Do not loop over HDF5 objects in it: reads of a loop must not raise."""
+        """Limit the length of each read in the with block: a longer read raises.
+
+        Do not iterate over HDF5 links in the block: libhdf5 may crash if a read raises while it iterates.
+        """
         self._limit = max(_FREE_HEADER_BYTES, self._n_bytes // 2)
         try:
             yield

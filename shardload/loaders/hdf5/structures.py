@@ -259,9 +259,10 @@ class _Shape:
 
     node_bytes: int
     count_bytes: int
-    """Size in bytes of the field that counts the records in one child node."""
+    """Size in bytes of one field of a node, which counts the records in a child, but not in nodes below the child."""
     total_bytes: tuple[int, ...]
-    """Entry i: size in bytes of the field that counts the records in a child of height i and below it; 0 for a leaf."""
+    """Size in bytes of another field of a node, which counts the records in a child and in all nodes below the child.
+    Entry i is for children of height i. Leaves have height 0 and no nodes below, so entry 0 is 0: no such field."""
 
     @classmethod
     def of(cls, node_bytes: int, depth: int) -> _Shape:

@@ -46,7 +46,8 @@ _MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _ITEMS = ("pytree", "default")
 """Folder names of the item (saved tree) with the weights: the first by Keras and Orbax v1, the second by Orbax v0."""
 _ALONE = "state"
-"""Folder name of the only item in a step that Orbax v1's ``save_pytree`` wrote. Next to others, a user chose it."""
+"""Folder name of the item (saved tree) in a step that Orbax v1's ``save_pytree`` wrote, which is the step's only item.
+In a step with several items, a user chose this name, so it does not show which item has the weights."""
 OWN_FOLDER = "shardload"
 """Name of the folder in a training step for shardload's own files, such as digests."""
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"

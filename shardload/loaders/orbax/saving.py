@@ -54,8 +54,9 @@ from shardload.stores.local import temporary_folder
 from shardload.units import format_bytes
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""Item (named part of a save) in the folder ``shardload/``, so that plain Orbax can load that folder. It is written as
-JSON: a pytree, Orbax's default for texts, would get an array store, and Orbax would warn that this is empty."""
+"""Item (named part of a save) in the folder ``shardload/``, so that plain Orbax can load that folder. It contains only
+a text and is written as JSON. By default, Orbax would write it as a pytree, make a store for the pytree's arrays, and
+warn that the store is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
 """Bytes per compressed chunk: few, because each process that restores a part of a chunk must decode all of it."""
@@ -304,12 +305,19 @@ def save_ended(*, failed: bool) -> None:
 
 
 def is_from_save() -> bool:
-    """Whether Orbax's messages may now be about a save by shardload, which raises the error: they are suppressed."""
+    """Whether what Orbax prints now may be about a save by shardload: one is in progress, or one has just failed.
+
+    "Just" means less than `STRAGGLERS_S` ago. Such messages are suppressed, because shardload itself raises an error.
+    """
     return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whether to log a record: no for Orbax's errors while shardload saves, and for its warning on empty items."""
+    """Whether a record of Python's logging should be shown.
+
+    False for Orbax's errors while a save by shardload is in progress or has just failed. False, too, for Orbax's
+    warning that an item has no arrays.
+    """
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
     # By the path of the code, not by logger: absl's logger is shared by all packages that use absl.

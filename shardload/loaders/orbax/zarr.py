@@ -220,7 +220,7 @@ def _parse3(document: Mapping[str, Any]) -> ZarrArray:
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
-    """Return (layout of shards of the shape ``shard``, inner chunks' codecs); no layout if their index is encoded."""
+    """Return (layout of shards of shape ``shard``, inner chunks' codecs); layout ``None``: the index is encoded."""
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
@@ -240,7 +240,7 @@ def _parse2(document: Mapping[str, Any]) -> ZarrArray:
         raise ValueError(f"zarr_format should be 2 or 3, but is {str(document['zarr_format'])[:100]}")
     name = document["dtype"]
     if not isinstance(name, str):
-        raise ValueError(f"the type {str(name)[:100]!r} is not a name")
+        raise ValueError(f"the entry 'dtype' should be the name of a type, but is {str(name)[:100]}")
     is_numpy = name not in _DTYPES and _ZARR2_DTYPE.fullmatch(name)
     dtype = np.dtype(name) if is_numpy and np.dtype(name).newbyteorder("=") in _DTYPES.values() else _dtype(name)
     for codec in itertools.chain((document.get("compressor"),), document.get("filters") or ()):
@@ -348,7 +348,7 @@ def array_storage(
 
 
 def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
-    """Return (shape, index → place) of raw chunks; in shards, of the inner chunks, or ``None`` if one is missing."""
+    """Return (chunk shape, index → place) of raw chunks: in shards, of the inner ones; ``None`` if one is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
         nbytes = math.prod(array.chunk_shape) * itemsize
@@ -433,9 +433,9 @@ def _inner(
             if (length != nbytes and nbytes is not None) or not length or offset + length > value.length:
                 wanted = "some" if nbytes is None else nbytes
                 raise SourceError(
-                    f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at byte {offset}, "
-                    f"{exact_bytes(length)}; it should have {wanted} within {value.length}. Copy it again, or use "
-                    "another step"
+                    f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at its byte {offset}, in "
+                    f"{exact_bytes(length)}; expected {wanted} bytes that end within the shard's {value.length}. Copy "
+                    "it again, or use another step"
                 )
             yield cell, _part(value, offset, length)
 
@@ -572,7 +572,10 @@ class ZarrCodec:
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")
             if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
-                raise ValueError(f"its header declares {exact_bytes(declared)}, but it should have {exact_bytes(most)}")
+                raise ValueError(
+                    f"for the decoded chunk, blosc's header declares {exact_bytes(declared)}, but it should have "
+                    f"{exact_bytes(most)}, as the chunk's shape and dtype say"
+                )
 
 
 def _is_blosc(codecs: Iterable[Any]) -> bool:
