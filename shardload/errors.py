@@ -150,7 +150,11 @@ class BackendError(UnsupportedError):
 
     @classmethod
     def of_tensor_parallelism(cls, asked: str) -> BackendError:
-        """Return the error for a ``distributed_backend`` (asked for in tensor parallelism) that does not run on JAX."""
+        """Return the error for a ``distributed_backend`` that does not run on JAX, such as ``"nccl"``.
+
+        ``distributed_backend`` is an argument of `shardload.TensorParallelKeras`: what moves data between devices.
+        ``asked`` is the value that the caller passed.
+        """
         # Past the constructor, whose message is about the backend that Keras was imported with.
         error = cls.__new__(cls)
         super(BackendError, error).__init__(

@@ -147,7 +147,10 @@ class UnreadableRows(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """The text of `why`: it has the element type's name, so tensors of equal bytes and encoding compare equal."""
+        """How the bytes are encoded, as a value to compare. It is the text of `why`, which names the element type.
+
+        Two tensors with equal bytes and equal encodings have equal elements, although nothing can decode these.
+        """
         return self.why
 
     def refusal(self, tensor: str | None = None) -> UnsupportedError:

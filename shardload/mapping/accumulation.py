@@ -36,17 +36,22 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A part of a load that runs another part, ``step``, and then converts the counts of batches that it assigned."""
+    """A part of a load that runs another part, ``step``, and then converts an optimizer's count of batches.
+
+    An optimizer with ``gradient_accumulation_steps=4`` makes one update after 4 batches, and counts the batches. If the
+    model has another number than the checkpoint, the count is converted, so that it stands for as many updates.
+    """
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
+    """(variable that ``step`` assigns, function from its stored to its final value): counts, and sums of gradients."""
     owner: str
     saveable: Any
     needs: tuple[str, ...]
     computes: bool
 
     def run(self, runtime: Runtime) -> None:
-        """Assign what is stored, then replace the counts of batches by converted ones, computed on the same devices."""
+        """Run `step`, which assigns stored values; replace those in `values` by final ones, on the same devices."""
         self.step.run(runtime)
         for variable, function in self.values:
             now = value_of(variable)

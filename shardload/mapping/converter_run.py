@@ -45,8 +45,11 @@ _SPELLINGS = (
     ("vision_tower.vision_model.", "vision_tower."),
     ("cls_classifier.", "classifier."),
 )
-"""(part of a name that converters request, what some checkpoints have instead): ``gamma`` and ``beta`` are in old ones
-of TensorFlow and in ESM, the short ``vision_tower.`` in those of transformers 5, ``classifier.`` in some of DeiT."""
+"""Pairs of spellings: a part of the names that converters request, and what some checkpoints store in its place.
+
+If a requested name is absent, the other spelling is tried. Old TensorFlow checkpoints and those of ESM have ``gamma``
+and ``beta``. Those of transformers 5 have the short ``vision_tower.``, and some of DeiT have ``classifier.``.
+"""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 

@@ -161,7 +161,10 @@ class ReplayLoader(Loader):
         return self._reservations.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Read a tensor, apply ``hook_fn`` and assign the result, unless the variable got its value without that."""
+        """Read a tensor, apply ``hook_fn`` and assign the result, if the value of the variable must be computed.
+
+        A variable that gets a tensor's own elements has them already when this second run begins: nothing is done.
+        """
         if id(keras_variable) not in self._wanted:
             return
         value: Any = self._runtime.read(self.find(hf_weight_key).name)
@@ -185,7 +188,11 @@ class ConverterStep:
     variables: tuple[Variable, ...]
     computing: frozenset[str]
     reassigned: frozenset[int] = frozenset()
-    """``id`` of the variables that it assigns more than once: a conversion to a file must wait for the last value."""
+    """``id`` of each variable that the converter assigns more than once in a run.
+
+    A conversion, which writes each variable to a file instead, completes such a variable only when the run has ended,
+    because its last value counts.
+    """
     saveable: ClassVar[None] = None
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of the variables whose arrays must have been read before: none, as it runs after all other parts anyway."""

@@ -85,7 +85,7 @@ class LayerStep:
     computing: frozenset[str]
     """Names of the tensors whose values the hook gets, because it computes with them; others are placeholders."""
     bindings: tuple[Binding, ...]
-    """For each variable that the hook assigns elements of a tensor to: which elements; the last assignment counts."""
+    """Which elements of which tensor the hook assigns to each variable; of several assignments, the last one counts."""
     variables: tuple[Variable, ...]
     """Variables to which the hook assigns values that it computes."""
     kept: tuple[Variable, ...] = ()
@@ -103,7 +103,7 @@ class LayerStep:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the variables whose arrays must have been read before `run`, which assigns them."""
+        """Names of the variables whose arrays must be read before `run`, as `run` assigns these arrays."""
         return tuple(b.name for b in self.bindings)
 
     @property
@@ -141,7 +141,7 @@ class LayerStep:
             view = reservations.locate(value)
             if view is None:
                 if id(variable) not in computing:
-                    raise self._deviates(f"computed a value for {variable.path!r}, but assigned a stored tensor")
+                    raise self._deviates(f"computed a value for {variable.path!r}, but assigned a stored tensor to it")
                 computed.add(id(variable))
                 self._refuse_overflow(variable, value)
                 return runtime.compute(variable, value, original)
@@ -162,14 +162,15 @@ class LayerStep:
             warn_caller(str(warning.message), warning.category)
         left = [n for n in self.needs if n not in filled] + [v.path for v in self.variables if id(v) not in computed]
         if left:
-            raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value")
+            raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value to it")
 
     def _whole(self, tensor: Tensor) -> str | None:
-        """Return which variable's finished array the hook gets when it reads ``tensor``; ``None``: a placeholder.
+        """Return the name of the variable whose loaded array the hook gets when it reads ``tensor``, or ``None``.
 
-        This is possible if a single binding uses the tensor, as a whole, and if the hook is Keras' own: other hooks may
-        reshape what they read, or use its dtype, which differs if the array is already cast. It saves a placeholder,
-        whose address range is slow to reserve while other threads fill memory.
+        With ``None``, the hook gets a placeholder. A placeholder takes a range of addresses, which is slow to reserve
+        while other threads fill memory. So the hook gets the loaded array instead, if a single variable gets the whole
+        tensor, and the hook is Keras' own and only assigns tensors. A user's hook still gets a placeholder: it may
+        reshape what it reads, or look at the dtype, and the loaded array may already be cast to the variable's dtype.
         """
         if self.computes or not has_keras_hook(self.saveable):
             return None
@@ -191,8 +192,8 @@ class LayerStep:
 
     def _deviates(self, what: str) -> MismatchError:
         return MismatchError(
-            f"Cannot load {self.owner}: its load_own_variables {what} when it was recorded. It must do the same for "
-            "the same checkpoint each time"
+            f"Cannot load {self.owner}: its load_own_variables {what} in an earlier call, which recorded its "
+            "assignments. It must do the same for the same checkpoint each time"
         )
 
 
@@ -247,7 +248,11 @@ class Visit:
     reservations: Reservations = field(default_factory=Reservations)
     saveable: Any = None
     real: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Name → values of the tensors that the hook computes with, as an earlier recording of it has shown."""
+    """Name → true values of the tensors with which the hook computes; for other tensors, it gets placeholders.
+
+    The first call of a hook has placeholders only. It shows with which tensors the hook computes. The hook is then
+    called again, with the values of these.
+    """
     read: set[str] = field(default_factory=set)
     assigned: list[RecordedAssign] = field(default_factory=list)
     mismatch: Mismatch | None = None
@@ -281,9 +286,11 @@ class Visit:
 
 
 class Walk:
-    """Runs Keras' walk over ``root`` with placeholders, and records what each ``load_own_variables`` (hook) does.
+    """Lets Keras load ``root`` from placeholders for tensors, and records what each ``load_own_variables`` (hook) does.
 
-    With ``has_values=False`` (a plan for a checkpoint that does not exist), no hook gets the values of tensors.
+    Keras walks over the layers and optimizers in ``root``, and calls the hook of each. A hook that computes with
+    tensors is called again, with their values. With ``has_values=False`` (a plan for a checkpoint that does not exist),
+    there are no values, and every hook gets placeholders only.
     """
 
     def __init__(
@@ -325,9 +332,11 @@ class Walk:
 
     @contextmanager
     def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
-        """Context in which Keras loads ``saveable`` and its children: note whose `Visit` it is, then undo changes.
+        """Return a context in which Keras loads ``saveable`` (a layer or optimizer) and its children.
 
-        The block yields a function that Keras calls with the hook's error, or ``None``.
+        The context yields a function. It is called with the error of the hook of ``saveable``, or with ``None``, and
+        adds ``saveable`` and the error to the `Visit` of that hook. When the context ends, the attributes of
+        ``saveable`` get back the values that they had before. A hook that needs values of tensors is then called again.
         """
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
@@ -345,9 +354,11 @@ class Walk:
             self._settle(before, snapshot)
 
     def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
-        """Record a hook again until it gets the values of all tensors that it computes with.
+        """Call a hook again until it gets the values of all tensors that it computes with; keep the last `Visit`.
 
-        If it fails on JAX's tracers (as NumPy code does), it is recorded with real arrays, outside of the trace.
+        ``index``: position in `visits`. ``snapshot``: attributes of the layer, to restore them after each call. At
+        first, a hook runs in a JAX trace: JAX gives it tracers instead of arrays, computes nothing and takes no memory.
+        If it fails on a tracer, as NumPy code does, it is called again outside the trace, with real arrays.
         """
         visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
         tensors = {t.name: t for t in visit.tensors.values()}
@@ -365,7 +376,12 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Record a hook once more, with the values in ``real`` for some placeholders; ``traced``: in JAX's trace."""
+        """Call a hook once more; return the new `Visit`, which has what the hook read and assigned.
+
+        The hook gets the true values of the tensors in ``real``, and placeholders for others. ``traced``: JAX only
+        traces its operations, so they take no memory; else JAX executes them. ``snapshot``: attributes of the layer, to
+        restore them after the call.
+        """
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

@@ -41,7 +41,10 @@ class Left:
     part: str = ""
     is_core: bool = False
     weight: str | None = None
-    """For a slot that the model lacks: key of its weight, if the weight's other slots must therefore begin as new."""
+    """Key of the slot's weight, if the model's optimizer, of the same class, now updates this weight in another way.
+
+    All slots of the weight then begin as new. ``None`` if its other slots can be restored without this one.
+    """
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
@@ -83,9 +86,11 @@ class Paired:
 def resolve_optimizers(
     model: Any, paired: Paired, manifest: Manifest, *, every: bool
 ) -> tuple[Paired, tuple[str, ...]]:
-    """Decide which state of each optimizer is restored from a step; return these pairs, and notes for reports.
+    """Decide, for each optimizer of a model, which of its variables are restored from a step.
 
-    ``every``: weights are restored too. A step from before training then leaves the compiled optimizer unchanged.
+    ``paired`` has the tensors of the step, paired with variables. Returns a copy without the pairs that are not
+    restored, and notes for reports. ``every``: weights are restored too, not the optimizer alone. If the step was saved
+    before training, it has no slots: with ``every``, the compiled optimizer keeps its own; else they count as missing.
     """
     noted: list[str] = []
     if every and is_untrained(paired, manifest, None):
@@ -137,7 +142,11 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
 
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:
-    """Whether an optimizer can continue with a step's state: it needs no slots, or some weight has all of its own."""
+    """Whether an optimizer of the model can continue with the state that the step stores for it.
+
+    It can if, for at least one weight, the step has all the slots that updates depend on (Adam's velocities). It also
+    can if neither step nor model has such slots.
+    """
     incomplete = _incomplete(paired, optimizer)
     core = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and paired.is_core(leaf)]
     if any(leaf.role.of not in incomplete for leaf in core):
@@ -148,10 +157,12 @@ def takes_state(paired: Paired, optimizer: str | None) -> bool:
 
 
 def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
-    """Return the keys of weights for which step and model share only some of the slots, so that none is restored.
+    """Return the keys of the weights for which step and model have some slots in common, but not all.
 
-    If the optimizer's class differs, these are all weights. In the same class, they are, for example, weights that
-    Keras' ``Muon`` now excludes, or that shardload's ``REKLS`` now leaves to AdamW, which has other slots for them.
+    The slots of a weight only work together (Adam's momentum needs its velocity), so such a weight gets none of them
+    from the step. If the model has Adam and the step Lion, which has no velocities, these are all weights. Within one
+    class, they are, for example, weights that Keras' ``Muon`` now excludes, or that shardload's ``REKLS`` now leaves to
+    AdamW, which has other slots for them.
     """
     lacking = {leaf.role.of for leaf in paired.missing if leaf.role.optimizer == optimizer and paired.is_core(leaf)}
     differing = lacking | {found.weight for found in paired.left if found.optimizer == optimizer}
@@ -159,7 +170,7 @@ def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
 
 
 def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Decide what is restored of the optimizer ``name``: all, some or no slots; add a note about the rest."""
+    """Decide which slots of the optimizer ``name`` are restored: all, some or none; add notes on them to ``noted``."""
     if not any(leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS for _, leaf in paired.pairs):
         return paired
     paired = _with_own_rate(paired, name, noted)
@@ -244,7 +255,7 @@ def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired
 
 
 def _without(paired: Paired, optimizer: str | None) -> Paired:
-    """Return a copy of ``paired`` in which an optimizer's variables are not missing: they keep their values instead."""
+    """Return a copy of ``paired`` in which no variable of an optimizer counts as missing, as they keep their values."""
     missing = (m for m in paired.missing if m.kind not in OPTIMIZER_KINDS or m.role.optimizer != optimizer)
     return replace(paired, missing=tuple(missing))
 
@@ -268,9 +279,9 @@ def _is_of_inner_model(optimizer: str) -> bool:
 
 
 def is_untrained(paired: Paired, manifest: Manifest, optimizer: str | None) -> bool:
-    """Whether a step's optimizer had never trained: its iterations are zero, and it has no slots yet.
+    """Whether a step's optimizer had never trained when it was saved: its iterations are zero, and it has no slots yet.
 
-    With iterations but without slots, it is of a class like SGD, and does not fit an optimizer that has slots.
+    An optimizer that did train, and has no slots, is of a class that needs none (SGD): it does not count as untrained.
     """
     pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
     kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]

@@ -63,11 +63,14 @@ class Sorted:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A constant (a causal mask) that old `transformers` stored, known by ``suffix`` (end of its name) and ``fits``."""
+    """A kind of constant (a causal mask) that old `transformers` stored as a tensor, and how to recognise it."""
 
     suffix: str
+    """Regular expression for the end of the tensor's name."""
     fits: Callable[[Tensor], bool]
+    """Tells whether the shape or dtype of a tensor is as for this constant; a weight may have the same name."""
     reason: str
+    """Why the model does not need the tensor, for reports."""
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -39,7 +39,11 @@ from shardload.transfer.casts import is_float
 from shardload.units import exact_bytes
 
 FloatCasts = Literal["computed", "viewed"]
-"""A cast of a placeholder between floating dtypes gives a computed value, or is ignored: the placeholder itself."""
+"""What a cast of a placeholder from one floating dtype to another returns.
+
+``"computed"``: another placeholder, for values that loading code computes from the tensor. ``"viewed"``: a view of the
+same placeholder, as if there were no cast, so that the tensor's values are loaded as they are stored.
+"""
 _MINCORE_PAGES = 1 << 20
 """Number of memory pages for one call of ``mincore``, which fills a byte per page: whether it was ever read."""
 
@@ -81,7 +85,11 @@ class Reservations:
         return array
 
     def locate(self, value: Any) -> View | None:
-        """Return which elements of which tensor ``value`` is, by its address; ``None`` if it was computed."""
+        """Return which elements of which tensor ``value`` consists of; ``None`` if it was computed.
+
+        Each placeholder has its own range of memory addresses, and its slices and transposes point into this range. So
+        an array's address shows which tensor it is of and where it begins; its strides show its other elements.
+        """
         if not isinstance(value, np.ndarray):
             return None
         # The last range that starts at or before the address; a tensor without elements still has one byte.
@@ -144,7 +152,11 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a view if the cast changes nothing or is to be ignored, else a placeholder for the cast values."""
+        """Return a placeholder for the cast values; or a view of this placeholder, if the cast has no effect.
+
+        A cast has no effect if the dtype stays the same. If ``float_casts`` of `reservations` is ``"viewed"``, a cast
+        from one floating dtype to another has none either.
+        """
         wanted = np.dtype(dtype)
         owner = self.reservations
         if wanted == self.dtype:

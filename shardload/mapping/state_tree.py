@@ -32,7 +32,10 @@ WEIGHT_ITEMS = ("trainable_variables", "non_trainable_variables")
 
 
 Identity = tuple[str, str, str]
-"""What a stored leaf and a variable must have in common: ``("slot", ":first moment", "layers/dense/vars/0")``."""
+"""What a stored leaf and a variable must have in common to be paired: kind, contents and key of the weight.
+
+For example, Adam's momentum of a weight has ``("slot", ":first moment", "layers/dense/vars/0")``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,11 @@ def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
 
 
 def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
-    """Return a unique path for a variable; add it to ``taken``. Orbax joins parts with dots: ``a/b`` equals ``a.b``."""
+    """Return a path in the tree for a variable that no other variable has, and add it to ``taken``, the paths in use.
+
+    If ``path`` is in use, it gets a number: ``#2``, ``#3``. Orbax joins the parts of a path with dots, so it would
+    write ``a/b`` and ``a.b`` to the same place. They count as one path here, too.
+    """
     # `taken` has each path ("a.b.c"), and with a slash at its end each node above it ("a.b/").
     first, *rest = path.split("/")
     *start, last = path.split("/")
@@ -263,9 +270,11 @@ def find_stored(
 
 
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
-    """Return ``wanted`` (identity → variable of the model) with numbers as identities where the step has only numbers.
+    """Return ``wanted`` with other identities for an optimizer's variables that the step lists by number only.
 
-    Some steps list a ``MultiOptimizer``'s variables as ``:variables/3``: these are paired by position, if shapes fit.
+    ``wanted`` is identity → variable of the model, ``stored`` is identity → leaf of the step. Equal identities make a
+    pair. Some steps do not say what a ``MultiOptimizer``'s variables are, but only number them: the identity of the
+    fourth has ``:variables/3``. The fourth in the model then gets this identity, too, if its shape is the same.
     """
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
@@ -278,10 +287,12 @@ def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, St
 def _by_shared_weights(
     wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]
 ) -> dict[Identity, StateLeaf]:
-    """Return ``wanted``, in which counts and rates in a ``MultiOptimizer`` have the identity that the step gives them.
+    """Return ``wanted`` with the step's identities for the counts and rates of optimizers in a ``MultiOptimizer``.
 
-    An identity (by which leaves and variables are paired) has the first weight that such an optimizer trains. If that
-    weight has changed, the optimizer is found by its slots.
+    ``wanted`` is identity → variable of the model, ``stored`` is identity → leaf of the step. Equal identities make a
+    pair. A ``MultiOptimizer`` has several optimizers, each for some weights. The identity of an optimizer's count of
+    iterations contains the first of its weights. If this is another weight than in the step, the same optimizer is
+    found in the step by its slots, which are for the same weights; the count gets the identity that it has there.
     """
     scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
     found: dict[Identity, StateLeaf] = {}

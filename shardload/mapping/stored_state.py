@@ -87,10 +87,13 @@ def map_state(
     names: Mapping[str, str] | None = None,
     has_base: bool = False,
 ) -> VariableMap:
-    """Map the leaves of a step (those in ``items``) to variables, by role, or by name where the step has no roles.
+    """Map the leaves (stored arrays) of a step to the variables of the model that get their values.
 
-    ``rename``: prefixes of stored keys → the model's. ``names``: tensor → path of its variable. ``has_base``: another
-    checkpoint has the weights that a partial step lacks, so the model need not have values for them.
+    A step of shardload also stores the role of each leaf: what it is for, such as the momentum of a certain weight.
+    Its leaves are mapped to the variables with the same roles. Those of other steps (Keras' own, plain Orbax) are
+    mapped by name. ``items``: which leaves to map. ``rename``: prefixes of stored keys → the model's. ``names``:
+    tensor → path of its variable. ``has_base``: another checkpoint has the weights that a partial step lacks, so the
+    model need not have values for them.
     """
     if items not in get_args(Items):
         raise UsageError(f"items={items!r} is not valid, expected one of {', '.join(get_args(Items))}")
@@ -117,7 +120,11 @@ def map_state(
 def pair(
     model: Any, manifest: Manifest, *, rename: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
 ) -> Paired:
-    """Pair the tensors of a step with variables: by role if the step stores roles, else by name."""
+    """Pair the tensors of a step with the variables of a model, by role if the step stores roles, else by name.
+
+    A role says what a variable is for, such as the momentum of a certain weight. Steps of shardload store the role of
+    each tensor. ``rename``: prefixes of stored keys → the model's. ``names``: tensor → path of its variable.
+    """
     if rename is not None and not isinstance(rename, Mapping):
         raise UsageError(
             f"rename={rename!r} is not valid, expected a dict of stored keys to the model's: "

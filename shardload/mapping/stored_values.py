@@ -153,11 +153,11 @@ def _array(value: Any) -> NDArray[Any] | None:
 def _of_json(entry: Mapping[str, Any]) -> NDArray[Any]:
     dtype = np.dtype(entry["dtype"])
     if dtype.kind not in _KINDS and dtype.name != "bfloat16":
-        raise ValueError(f"an array of {dtype}")
+        raise ValueError(f"expected numbers or texts, but a value has the dtype {dtype}")
     data = base64.b64decode(entry["base64"], validate=True)
     shape = tuple(entry["shape"])
     if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"the shape {shape}")
+        raise ValueError(f"the shape of a value is {shape}, expected integers of at least 0")
     found = np.frombuffer(data, dtype) if data else np.empty(0, dtype)
     return found.reshape(shape).copy()
 

@@ -156,7 +156,11 @@ def _declined(visit: Visit) -> list[str]:
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
-    """Return the visits (calls of hooks) without error; then, for layers without such a visit, the one to report."""
+    """Return the visits (recorded calls of hooks) that worked, and those that failed and are to be reported.
+
+    Keras may call the hook of one layer several times. Of the calls that worked, the last one at each path counts. If
+    none worked, the one for which the checkpoint had the most tensors is reported, so that a layer has one error.
+    """
     # Keras visits the parents of what failed again, so the last visit of an object counts.
     good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())
     done = {id(v.saveable) for v in good}
@@ -170,7 +174,10 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
-    """Return which part of a tensor each variable gets (as assigned last), and the calls that the load repeats."""
+    """Return a binding for each variable that gets a part of a tensor, and a `LayerStep` for each hook to call again.
+
+    If hooks assigned several values to a variable, the last one counts.
+    """
     # A variable that is reached twice (tied layers, a hook that assigns again) keeps the last value, as in Keras.
     last: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:
@@ -198,7 +205,11 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:
-    """Return what to report of a failed visit; nothing if Keras' hook got no tensors: then variables are missing."""
+    """Return the errors to report for a failed visit (a recorded call of a hook): wrong shapes, or its exception.
+
+    Empty if the hook is Keras' own and the checkpoint has no tensors for the layer, because the layer's variables are
+    then reported as missing.
+    """
     if not visit.tensors and has_keras_hook(visit.saveable):
         return []
     own = stored_variables(visit.saveable)

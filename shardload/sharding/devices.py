@@ -64,7 +64,10 @@ def mesh_of(found: Any) -> Any:
 
 
 def has_mesh(found: Any) -> bool:
-    """Whether a caller passed a Keras distribution or LayoutMap, which has its own mesh (a class of them has none)."""
+    """Whether ``found`` is a Keras distribution or LayoutMap: an object that brings its own mesh of devices.
+
+    The class ``keras.distribution.LayoutMap`` itself, instead of an instance, does not count: it has no mesh.
+    """
     return hasattr(found, "device_mesh") and not isinstance(found, type)
 
 
@@ -153,7 +156,10 @@ def local_positions(devices: MeshDevices) -> tuple[int, ...]:
 
 
 def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    """Return the devices that a caller passed, alone or in a mesh; ``None`` for sizes only. Does not start JAX."""
+    """Return the devices that a caller passed, as ``devices`` or in ``mesh``; does not start JAX.
+
+    Returns ``None`` if neither has devices: there is no mesh, or it only says how many devices lie along each axis.
+    """
     if devices is not None:
         return device_list(devices)
     mesh = mesh_of(mesh)
