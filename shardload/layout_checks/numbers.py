@@ -228,7 +228,8 @@ class _Placed:
     """The array that a variable has after the sharded run, and the layout that it should have."""
 
     key: int
-    """``id`` of the variable, to look it up in the check of the live model's own shards."""
+    """``id`` of the Keras variable. A model that is already on this mesh has shards of its own, which are compared with
+    the plan in addition to those of the sharded run. The result of that comparison is found by this ``id``."""
     path: str
     array: Any
     layout: Layout

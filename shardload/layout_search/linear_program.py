@@ -44,8 +44,10 @@ _TIE_BREAK = 1e-4
 solutions that need equal memory."""
 
 _Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""The activations stored at one moment of a step, added up by their dim groups (sets of dims that are split alike):
-pairs of the dim groups of some activations, and the bytes of these, over all devices."""
+"""The activations that are stored at one moment of a step. A dim group is a number for dims that are split alike.
+
+Activations with the same dim groups are added up to one pair: these dim groups, and the sum of the bytes over all
+devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,11 @@ class _Model:
     problem: Problem
     demand: Demand
     binaries: dict[tuple[int, str], int] = field(default_factory=dict)
-    """For each pair of a dim group and a mesh axis, the column whose variable is 1 if the axis splits the dim group."""
+    """For each pair of a dim group (dims that are split alike) and a mesh axis, a column. Its variable is 1 if the axis
+    splits the dim group, and else 0."""
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
-    """For each kind of weights (split alike), pairs of a possible layout and the column that is 1 if it is chosen."""
+    """For each kind of weights (weights that are split alike), pairs of a possible layout and a column. The variable of
+    the column is 1 if the layout is chosen, and else 0."""
     _integral: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
     """For each column, the seconds that a step takes longer if the variable of the column is 1 instead of 0."""
@@ -163,9 +167,10 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return each way to split some dim groups over the mesh, with the column that is 1 if they are split so.
+        """Return pairs: a way to split some dim groups (dims that are split alike) over the mesh, and a column for it.
 
-        A cost that depends on several decisions is then linear: a sum of one cost for each way, times its column.
+        All ways are returned. The variable of a column is 1 if the dim groups are split in its way, and else 0. So a
+        cost that depends on several decisions becomes linear: the cost of each way times its variable, added up.
         """
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
@@ -185,7 +190,11 @@ class _Model:
                     self._rows.append(({**row, self.binaries[dim_group, axis]: -1.0}, 0.0, 0.0))
 
     def _weights(self) -> dict[int, float]:
-        """Add a column for each layout that weights can have; return the layout's bytes per device, by column."""
+        """Add a column for each layout that a kind of weights can have; its variable is 1 if the layout is chosen.
+
+        Return, for each of these columns, the bytes that the weights of this kind then need on each device, in training
+        with their gradients and the optimizer's slots.
+        """
         memory: dict[int, float] = {}
         only: dict[int, float] = {}
         for weight in self.problem.weights:
@@ -258,8 +267,10 @@ _TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """A search without memory limit tries each of these limits on the bytes of weights, and keeps the solution with the
 least product of time and memory. The limits are multiples of the least bytes that any solution needs."""
 MOMENTS = 4
-"""How often, at most, a search adds a moment of the step at which memory is limited (where its last solution stores
-most) and solves again."""
+"""How often, at most, a search adds a moment of a step to those at which memory is limited, and solves again.
+
+Each time it adds the moment at which its last solution stores most. Limits at all moments would make the linear program
+too large."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:

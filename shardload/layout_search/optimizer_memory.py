@@ -41,10 +41,17 @@ class Slot:
     spread: SlotSpread | None = None
     """Further mesh axes that split the slot, but not its weight, as with `shard_optimizer`; else ``None``."""
     even: bool = False
-    """With ``rows``: whether a number of parts that does not divide dim 0 is an error; else the slot stays whole."""
+    """Whether the slot must be split if its weight is split. Counts only if ``follows`` is ``rows``.
+
+    A weight may have a layout whose number of parts does not divide the length of the slot's dim 0. If ``even`` is
+    true, this layout is not allowed. If it is false, the layout is allowed, and every device has the whole slot."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether a weight may have this layout: not if ``even``, and its number of parts does not divide dim 0."""
+        """Whether the weight of this slot may have a layout, as far as the slot is concerned.
+
+        It may not if the slot must be split with its weight (``even``), and the number of parts into which the layout
+        splits the weight does not divide the length of the slot's dim 0.
+        """
         return not self.even or self.shape[0] % math.prod(layout.parts) == 0
 
     def device_bytes(self, layout: Layout) -> float:

@@ -43,7 +43,12 @@ def itemsize(aval: Any) -> int:
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Return a new `Value` of ``var``'s shape. ``dims`` has a node (number) for each dim, or ``None`` for a new one."""
+    """Add an array of the shape and dtype of ``var``, a result of an equation, to the program, and return it.
+
+    ``dims`` has a node for each dim, which is a number: dims with the same node are split alike. ``None`` stands for a
+    new node, whose dim may be split in its own way. ``view`` is empty, or ``view_of=value`` if the array shares the
+    buffer of ``value``, as after a reshape.
+    """
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
@@ -159,12 +164,16 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 def _carried(
     program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
 ) -> tuple[int, int, int] | None:
-    """Return the dim that stays split where a reshape turns dims ``olds`` into ``news``: old and new place, new node.
+    """Find the dim that stays split where a reshape of ``value`` turns its dims ``olds`` into dims ``news``.
 
-    The result is ``None`` if all these dims must be whole; a node is the number of a dim (`Value.dims`). For
-    grouped-query attention, 8 query heads become (4 groups, 2 heads each). Over 2 or 4 devices, the groups are split
-    like the heads. Over 8, both dims are split together, which XLA does without communication: the second dim carries
-    the node of all 8 heads, until the two dims are merged again.
+    ``new`` is the shape of the result. Return three numbers: the position of the dim in ``value``, its position in
+    the result, and the node of the new dim. A node is a number that says how a dim is split: dims with the same node
+    are split alike. Return ``None`` if no dim can stay split.
+
+    In grouped-query attention, 8 query heads become (4 groups, 2 heads each). Over 2 or 4 devices, each device has
+    whole groups: the dim of groups stays split, like the heads. Over 8 devices, each device has one head, which is half
+    a group. XLA does this without communication, by splitting both new dims together. Only one of them can have the
+    node of the 8 heads, so the second one gets it. A later reshape that merges the two dims gives it to the merged dim.
     """
     first, to = olds[0], news[0]
     before, after = value.shape[first], new[to]
@@ -222,7 +231,12 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
-    """Return an equation's results: if ``kept(dim)``, a dim is split as in ``value``; others are sliced, so whole."""
+    """Return the results of an equation that slices, pads or pools ``value`` along some dims, and keeps the others.
+
+    ``kept`` tells for the position of a dim of ``value`` whether it is kept: the results are then split like ``value``
+    along this dim. Any other dim must be whole on every device, because what a device computes may need entries of
+    several shards. If such a dim is split, it is gathered first; a search does not split it.
+    """
     results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
         if not kept(d):
@@ -408,11 +422,15 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
-    """Return the nodes (numbers) of batch and channel dim of a convolution's result; ``None`` stands for a new node.
+    """Return a pair of nodes, for the batch dim and the channel dim of a convolution's result.
 
-    In a depthwise convolution, each channel is a feature group of its own, so channels stay split. In the gradient of
-    its kernel, batch and channels have changed places. If feature groups have several channels, XLA gathers the
-    channels, and then the batch.
+    A node is a number that says how a dim is split: dims with the same node are split alike. ``None`` stands for a new
+    node, whose dim may be split in its own way.
+
+    A grouped convolution divides the channels into feature groups, and convolves each group by itself. In a depthwise
+    convolution, each group has one channel, so channels stay split. In the gradient of its kernel, the batch dim and
+    the channel dim have changed places. If each group has several channels, they do not stay split: XLA gathers the
+    image and the kernel along their channel dims and, except in that gradient, the image along its batch dim as well.
     """
     batch, features = eqn.params["dimension_numbers"].lhs_spec[:2]
     out_channels, in_channels = eqn.params["dimension_numbers"].rhs_spec[:2]

@@ -26,7 +26,10 @@ from shardload.sharding.mesh import MeshSpec
 _LEAST_DECIDED_BYTES = 1 << 10
 """A search makes no decision about dims that only variables of fewer bytes have, such as seeds of layers."""
 _ROUNDS = 3
-"""Two groups of dims are one decision if all operations up to this many operations away from them are alike."""
+"""In how many rounds a search compares groups of dims (dims that must be split alike), to find those that play the same
+part in equal layers. The first round compares the operations and weights that have dims of the groups. Each later round
+goes one step further: to the operations and weights that share other dims with these. Groups that no round tells apart
+become one decision: a mesh axis splits all of them or none."""
 Assignment = tuple[int | None, ...]
 """One way to split a tensor: for each mesh axis, in the order of the mesh, the dim group (dims that are split alike)
 that the axis splits, or ``None`` if it splits none."""
@@ -181,7 +184,8 @@ class Problem:
     conflicts: frozenset[frozenset[int]]
     """Pairs of dim groups that occur in one tensor: a mesh axis can split only one of the two."""
     pinned: Mapping[str, int]
-    """Maps the batch axis to the dim group of the batch, which it always splits; empty if the batch does not divide."""
+    """Maps the batch axis to the dim group of the batch, which it always splits. Empty if the size of the axis does not
+    divide the length of the batch."""
     update_bytes: int = 0
     """Bytes that the optimizer's update needs on every device besides its slots, for what it gathers there."""
     candidates: tuple[tuple[int, str], ...] = ()
@@ -238,7 +242,11 @@ def make_problem(
     pins: Mapping[int, Spec],
     optimizer: OptimizerMemory,
 ) -> Problem:
-    """Turn a traced program into decisions and costs for the solver; ``pins``: fixed layouts by ``id(variable)``."""
+    """Turn a traced program into decisions and costs for the solver.
+
+    ``batch_axis`` is the mesh axis that splits the batch. ``pins`` are the layouts that the user has fixed, by
+    ``id(variable)``; ``optimizer`` says how much memory the optimizer needs for each weight.
+    """
     program = traced.program
     dim_groups = _dim_groups(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.

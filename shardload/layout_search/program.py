@@ -23,7 +23,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 UNSPLIT = -1
-"""All dims of length 1 have this number, where others have their own (*node*) or their group's; they are not split."""
+"""The number of every dim of length 1. Such a dim is never split, so none needs a number of its own.
+
+A longer dim has a number, its *node*, and belongs to a group of dims that must be split alike, which has a number, too.
+Wherever a node or the number of a group is expected, `UNSPLIT` stands for a dim that is not split."""
 CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
@@ -69,10 +72,12 @@ class Exchange:
 
     kind: CollectiveKind
     group: int
+    """The node (number) of the dim whose split makes the collective necessary. It stands for all dims of its group."""
     nbytes: int
-    """Bytes of the result if only ``group`` is split. If other axes split ``dims``, a device has only a part of them.
-    For a collective-permute, the bytes of the shards of all devices."""
+    """Bytes of the collective's result on one device, if no other mesh axis splits the result. If another axis splits
+    one of ``dims``, each device has only a part of these bytes. For a collective-permute: bytes over all devices."""
     dims: tuple[int, ...]
+    """Nodes (numbers) of those dims of the result that other mesh axes may split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Operation:
 
     name: str
     dims: tuple[int, ...]
-    """Nodes (numbers of dims, see `Value.dims`) of all dims whose split divides the work over devices."""
+    """Nodes (numbers that `Value.dims` gives to dims) of all dims whose split divides the work over devices."""
     flops: float
     nbytes: float
     """Bytes written to memory over all devices."""
@@ -108,7 +113,7 @@ class Program:
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     tensors: set[tuple[int, ...]] = field(default_factory=set)
-    """For every array with several dims, the numbers of its dims (nodes): dims that meet in one array cannot be split
+    """For every array with several dims, the nodes (numbers) of its dims. Dims that meet in one array cannot be split
     over the same mesh axis."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
@@ -136,11 +141,19 @@ class Program:
         return node
 
     def length(self, node: int) -> int:
-        """Return the greatest common divisor of all lengths in a node's group: the number of parts must divide it."""
+        """Return the greatest common divisor of the lengths of all dims that are split alike with a dim.
+
+        The dim is given by its node (number). All these dims are split into equally many parts, so the number of parts
+        must divide this divisor. It is 1 for `UNSPLIT`, which stands for dims of length 1.
+        """
         return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
-        """Merge the groups of two nodes into one, and return it. If one node is `UNSPLIT`, return the other."""
+        """Merge the groups of two dims, so that both must be split alike, and return the number of the merged group.
+
+        The dims are given by their nodes (numbers of dims). A dim of length 1 has the node `UNSPLIT` and no group. If
+        one of the two is such a dim, nothing is merged, and the node of the other is returned.
+        """
         # UNSPLIT is -1: the maximum is the other node.
         if UNSPLIT in (first, second):
             return max(first, second)
@@ -178,7 +191,11 @@ class Program:
         *,
         view_of: Value | None = None,
     ) -> Value:
-        """Add an array, and return it. ``dims`` has the node of each dim, or ``None`` for one in a group of its own."""
+        """Add an array to the program, and return it.
+
+        ``dims`` has a node (number) for each dim: dims with the same node are split alike. ``None`` stands for a new
+        node, whose dim may be split in its own way. By default, all nodes are new.
+        """
         shape = tuple(int(n) for n in shape)
         known = [None] * len(shape) if dims is None else dims
         nodes = tuple(
@@ -198,7 +215,11 @@ class Program:
             value.root.stored = True
 
     def keep_for_later(self, boundary: int) -> None:
-        """Record buffers for values that the forward pass (until ``boundary``) makes and the backward pass reads."""
+        """Record that values need buffers if the forward pass makes them and the backward pass reads them.
+
+        ``boundary`` is the moment at which the forward pass ends. Moments are values of ``clock``, which counts the
+        operations of the program.
+        """
         for value in self.values:
             # Views share their root's buffer, and what is recomputed needs none.
             if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
@@ -232,15 +253,21 @@ class Program:
                 self.work(why, value.dims, exchanges=(gather,))
 
     def heads_of(self, groups: int) -> int | None:
-        """Return the node of the dim of all heads, if ``groups`` is that of a dim of head groups; else ``None``."""
+        """Return the node (number) of the dim of all heads, if ``groups`` is the node of a dim of groups of heads.
+
+        Such a dim comes from a reshape in grouped-query attention, of 8 heads to (4 groups, 2 heads each) for example.
+        For the node of any other dim, return ``None``.
+        """
         return self.members.get(self.group(groups))
 
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
-        """Return the bytes that are all-reduced if ``made`` is a sum of ``value`` over ``dim``, and the dim is split.
+        """Return the bytes that an all-reduce adds up on each device, if ``made`` is a sum of ``value`` over ``dim``.
 
-        In grouped-query attention, gradients are summed over the heads of each group. If heads are split over more
-        devices than there are groups, only the devices that share a group add up, and only the part of the result for
-        that group.
+        The dim is split, and no other dim counts as split here. Usually these are all bytes of ``made``.
+
+        In grouped-query attention, they may be fewer. For example, 8 heads in 4 groups are split over 8 devices, and
+        gradients are summed over the 2 heads of each group. Each device has one head then. It adds up only with the
+        device that has the other head of its group, and only the quarter of ``made`` that belongs to this group.
         """
         length = self.length(value.dims[dim])
         if length <= value.shape[dim]:

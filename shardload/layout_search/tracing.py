@@ -49,7 +49,8 @@ class Traced:
     weights: tuple[tuple[Any, Value], ...]
     """Pairs of each Keras variable of the model and its `Value` (array) in the program."""
     batch: tuple[int, ...]
-    """Numbers (nodes, see `Value.dims`) of the first dims of the inputs, which are the batch; none for length 1."""
+    """Nodes (numbers that `Value.dims` gives to dims) of the inputs' first dims, which are the batch. Dims of length 1
+    are left out."""
     training: bool
 
 
@@ -202,7 +203,11 @@ def reason_of(error: Exception) -> str:
 
 
 def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
-    """Find which dims of a recorded program must be split alike, and its operations; ``divisors``: mesh axis sizes."""
+    """Find the operations of a recorded program, and which dims of its arrays a mesh axis must split alike.
+
+    ``divisors`` are the sizes of the mesh axes, the numbers of parts into which an axis may split a dim. They decide
+    whether a dim stays split where a reshape changes its length: both lengths must be divisible by the same sizes.
+    """
     program = Program(divisors)
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))

@@ -103,11 +103,12 @@ class WeightExchange:
     kind: CollectiveKind
     axes: tuple[str, ...]
     count: int
-    """How often a step runs the collective. Negative, like bytes and seconds, if the step runs it less often."""
+    """How many more times a step runs the collective than if the weight were stored just as operations use it. Negative
+    if the layout saves runs: ``nbytes`` and ``seconds`` are then negative, too."""
     nbytes: float
-    """Bytes on each device of the result of one run of the collective."""
+    """Bytes on each device of the result of one run of the collective; negative if the layout saves the run."""
     seconds: float
-    """Seconds that all ``count`` runs of the collective take in a step."""
+    """Seconds that all ``count`` runs of the collective take in a step; negative if the layout saves them."""
 
 
 def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption) -> Iterator[WeightExchange]:
