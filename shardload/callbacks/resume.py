@@ -44,7 +44,8 @@ _SAVED = {
     False: "Step {step} was saved after {place}, without a data position.",
     True: "Step {step} was saved after {place}, with a data position, but this data cannot continue there.",
 }
-"""Beginnings of the warning that data starts over; the key says whether the step stores a data position."""
+"""First sentence of a warning that the training data cannot continue at the step; the next says where it starts again.
+The key says whether the step stores a position in the data."""
 
 
 @dataclass(slots=True)
@@ -303,7 +304,7 @@ class OtherCallbacks:
         return None
 
     def restore(self, model: Any, info: StepInfo) -> Iterator[str]:
-        """Assign the state that `resume` has read to the callbacks; warn of best weights that no step has any more."""
+        """Assign the state that `resume` has read to the callbacks; yield a warning if their best weights are lost."""
         waiting, self._waiting = self._waiting, []
         for callback, state in waiting:
             for name, value in state.items():
@@ -347,7 +348,11 @@ def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
-    """Return the weights after ``epoch``, a callback's best ones, from ``info`` or another step of its run, or None."""
+    """Return the weights that a callback calls its best: those at the end of ``epoch``, counted from 0.
+
+    They are read from the step ``info``, or from another undamaged step of the same run. If no step was saved at the
+    end of that epoch, return ``None``.
+    """
     for found in (info, *(step for step in list_steps(info.path.parent) if step.ours and step.run == info.run)):
         if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
             try:

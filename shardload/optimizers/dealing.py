@@ -2,9 +2,10 @@
 
 REKLS keeps two factors for each weight matrix: square matrices that it decomposes into eigenpairs.
 
-If there are as many matrices of one kind as devices, each device updates one of them alone. Other matrices are updated
-in batches: each device decomposes its share of the factors, then all devices get all eigenpairs. For example, four
-devices share six factors of 64 x 64 and three of 32 x 32::
+If there are as many matrices of one kind as devices, all split over all devices, they are dealt out: each device gets
+one of them whole, and updates it alone. Other matrices are whole on all devices. Each device decomposes its share of
+their factors, then all devices get all eigenpairs. For example, four devices share six factors of 64 x 64 and three of
+32 x 32::
 
     device 0   64 64          device 2   64    32
     device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to whoever has least to do
@@ -33,27 +34,31 @@ from jax.sharding import Mesh, PartitionSpec
 from shardload.optimizers.rekls_math import Array, Eigenpairs
 
 EVERYWHERE_TIMES = 2
-"""Memory that a device needs for an update of matrices that are whole on all devices: this times their state; measured
-with XLA on CPU (1.5 to 2.1)."""
+"""How many times the bytes of their state a device needs as memory to update matrices that are whole on all devices.
+Measured with XLA on CPU: 1.5 to 2.1."""
 ALONE_TIMES = 3
-"""Memory that a device needs for an update of matrices dealt out to it: this times their state (2.6 to 2.8)."""
+"""How many times the bytes of their state a device needs as memory to update matrices alone. Measured: 2.6 to 2.8."""
 _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 """Function that computes new eigenpairs, from a stack of factors (b, n, n) and their old eigenpairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """The properties of a matrix by which batches are formed. Only equal ones are dealt out, each to one device."""
+    """The properties of a weight matrix that decide which matrices are updated together.
+
+    Matrices that are equal in all these fields can be dealt out: each is then updated by one device alone.
+    """
 
     sides: tuple[int, int]
     """Numbers of rows and columns of the matrix, which are the sizes of its factors."""
     nbytes: int
     """Bytes of the optimizer's state of this matrix, if it is whole on a device."""
     is_split: bool
-    """Whether the matrix and its state are split over all devices. Only such a matrix is given whole to one device:
-    the results for any other would have to be gathered on all devices."""
+    """Whether the matrix and its state are split over all devices. Only such a matrix is updated by one device, which
+    then sends a shard to each of the others. If several devices had copies, each would have to be sent a whole one."""
     kind: Hashable
-    """Everything else on which the update of the matrix depends: matrices of one kind run as one program."""
+    """Everything else on which the compiled update depends, such as shape and dtype. Where it is equal, one program
+    updates all the matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,11 @@ class Deal:
 
 
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
-    """Put matrices into batches with at most ``limit`` bytes of state, or with one matrix if its state is larger.
+    """Put matrices into batches of at most ``limit`` bytes of state on each device, or one matrix if it is larger.
 
-    Matrices of one kind that are split over all devices are dealt out: each device gets the same number of them, whole.
-    All other matrices are whole on every device. They are sorted by shape, so that a batch has many factors of one
-    size, which devices can share evenly.
+    Matrices that are equal and split over all devices are dealt out. Each device gets the same number of them whole,
+    and updates them alone. All other matrices, and those left after equal numbers, are whole on every device. They are
+    sorted by shape: a batch then has many factors of one size, so that each device can decompose equally many.
     """
     found, rest = [], []
     for kind in dict.fromkeys(matrices):
@@ -158,14 +163,15 @@ def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], deco
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Return one pytree of stacked arrays: each has the arrays at that place in ``trees`` along a new dim 0."""
+    """Join pytrees of the same structure into one. Each of its arrays stacks, along a new dim 0, one array per tree."""
     return jax.tree.map(lambda *each: jnp.stack(each), *trees)
 
 
 def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
-    """Return the positions in ``group.factors`` of the factors that this device has to decompose now.
+    """Return which factors this device has to decompose now, as an array of positions in ``group.factors``.
 
-    ``cards`` selects a part of all that it has to. Devices with fewer get -1s at the end, to have equal shapes.
+    ``group.hands`` has all positions for each device; the slice ``cards`` selects those for now. If it selects fewer
+    for this device than for another, -1s follow: the array has the same length on all devices.
     """
     # All devices run one program: each looks up its own row in a constant.
     hands = [hand[cards] for hand in group.hands]
@@ -233,10 +239,10 @@ def shard(arrays: Any, specs: Any) -> Any:
 
 
 def collect_dealt(stacks: Any, specs: Any, mesh: Mesh) -> Any:
-    """Turn shards of all dealt arrays into the whole arrays that this device gets; ``specs`` says how they are split.
+    """Inside `jax.shard_map`, join shards of arrays so that each device has some of the arrays whole, to update them.
 
     Each stack has this device's shards of c · k arrays along dim 0, for k devices. The result has c whole arrays each:
-    device i gets the arrays i, i + k, and so on.
+    device i gets the arrays i, i + k, and so on. ``specs`` says how those of each stack are split over ``mesh``.
     """
 
     def one(stack: Any, spec: PartitionSpec) -> Any:
@@ -256,7 +262,11 @@ def collect_dealt(stacks: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def spread_dealt(arrays: Any, specs: Any, mesh: Mesh) -> Any:
-    """Turn the whole arrays of this device back into shards of the arrays of all devices: undoes `collect_dealt`."""
+    """Inside `jax.shard_map`, split whole arrays over all devices again, after each device updated its own.
+
+    Each stack has the c whole arrays of this device along dim 0. The result has this device's shards of the arrays of
+    all k devices, c · k along dim 0. ``specs`` says how an array of each stack is split over ``mesh``.
+    """
 
     def one(array: Any, spec: PartitionSpec) -> Any:
         array = array.reshape(array.shape[0], *(1 for _ in mesh.axis_names), *array.shape[1:])
@@ -281,9 +291,10 @@ def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
 
 
 def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
-    """Return the order in which `collect_dealt` joins shards: mesh axes, each with its dim in a reshaped stack.
+    """Return the mesh axes in the order in which shards are joined along them, without axes of one device.
 
-    Of axes that split the same dim, the last is first, because it splits neighbours. Axes of one device are omitted.
+    Each comes with its dim in a stack of arrays (c, *mesh shape, …), where dim 1 belongs to the first axis of the mesh.
+    If several axes split one dim of an array, the last is joined first: along it, devices have adjacent shards.
     """
     # Minor axes split neighbours: joined first, they give the contiguous blocks that the major axis then joins.
     order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]

@@ -4,15 +4,18 @@
     gradients are only accumulated  ─► nothing changes, nothing is computed
     otherwise                       ─► matrices: `update`; other variables: AdamW
 
-How matrices are updated depends on how many of one kind (shape, dtype, layout) there are. W is the weight of a matrix,
-G its gradient, L and R are its factors, Q and λ their eigenpairs, M and V Adam's moments::
+Matrices of one kind have the same shape, dtype and layout. If there are at least as many of them as devices, and all
+are split over all devices, each device updates equally many alone. The rest, and all other matrices, are updated by all
+devices together. W is the weight of a matrix, G its gradient, L and R are its factors, Q and λ their eigenpairs, M and
+V Adam's moments::
 
-    as many as devices: each device gets one whole matrix, updates it alone, and hands back the shards
+    each device alone:
+    shards of all matrices  ─► some whole matrices on each device ─► their update there ─► shards of all matrices
 
-    any other number:
+    all devices together:
     shards of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math` on whole arrays, on every device alike
-    shards of L, W          ─► element by element, with the device's slice of what the arithmetic gives
-    whole L, R              ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
+    shards of L, R, W       ─► element by element, with the device's slice of what the arithmetic gives
+    whole L, R              ─► each device decomposes its share of all factors ─► eigenpairs to all devices
 
 Matrices are updated in batches, one after the other, so that only one batch is whole at a time. Each batch is a
 `jax.lax.cond`, because XLA frees its memory at its end; barriers between batches have no effect on CPU.
@@ -142,7 +145,10 @@ def _local(
 def _update_each_on_one(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of matrices of one kind: every device computes whole matrices of its own."""
+    """Inside `jax.shard_map`, update matrices of one kind: equally many on each device, whole, which it updates alone.
+
+    ``states`` and ``gradients`` are this device's shards of all these matrices, and so is the result.
+    """
     mesh, specs = plan.mesh, plan.matrices[0].specs
     assert mesh is not None
     # Shards of all matrices ─► whole matrices, `count` on each device ─► the update without a mesh ─► shards again.
@@ -164,7 +170,7 @@ def _unstacked(stacks: Any, count: int) -> list[Any]:
 def _update_everywhere(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of the matrices of one batch: every device computes all of them, gathered whole."""
+    """Update the matrices of one batch on every device: it gathers them whole, and keeps its shards of the results."""
     inputs = zip(plan.matrices, states, gradients, strict=True)
     ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
     olds = [one.old_pairs() for one in ones]

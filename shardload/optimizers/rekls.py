@@ -41,10 +41,10 @@ from shardload.sharding.layout import Layout
 class REKLS(JointOptimizer):
     """Adam in the eigenbasis of Kronecker factors, with state that is sharded like the model.
 
-    A SOAP variant with the factors of KL-Shampoo and a decomposition in every step; after NVIDIA
-    Emerging-Optimizers, pull request 175. Variables with two or more dims are updated as matrices. All others get
-    AdamW, and so do embeddings, biases and variables that are too large on both sides. State is float32 and split over
-    the mesh axes that split its variable.
+    A SOAP variant with the factors of KL-Shampoo and a decomposition in every step; after NVIDIA Emerging-Optimizers,
+    pull request 175, called the original below. Variables with two or more dims are updated as matrices. All others
+    get AdamW, and so do embeddings, biases and variables that are too large on both sides. State is float32 and split
+    over the mesh axes that split its variable.
 
     Each matrix W (m x n) has two factors, L (m x m) and R (n x n): moving averages of products of its gradients. They
     are decomposed into eigenvectors, and Adam runs in the coordinates of these.
@@ -58,24 +58,27 @@ class REKLS(JointOptimizer):
         weight_decay: Strength of the weight decay; ``None`` or 0 turns it off.
         weight_decay_method: What is subtracted from W: ``"decoupled"`` (lr · wd · W), ``"independent"`` (wd · W) or
             ``"palm"`` (lr² · wd · W). Or wd · W is added to the gradient: ``"l2"`` after the factors are updated,
-            ``"l2_before_factors"`` before, as the tensor-parallel original does.
+            ``"l2_before_factors"`` before, as the tensor-parallel version of the original does.
         precondition_frequency: Number of steps from one decomposition to the next.
         decomposition: ``"eigh"``: exact. ``"qr"``: one step of QR iteration from the eigenvectors of the step before.
-        decompositions: ``"dealt"``: each decomposition runs on one device of the mesh; with enough matrices of one
-            kind, all other work on a matrix does, too. ``"repeated"``: every device does everything.
+        decompositions: ``"dealt"``: each decomposition runs on one device of the mesh, and all devices get its result.
+            If at least as many matrices as devices have the same shape, dtype and layout, and are split over all
+            devices, all other work on a matrix runs on one device, too. ``"repeated"``: every device decomposes all
+            factors.
         max_dimension: Longest side of a matrix that has a factor. For a longer side, the identity takes its place.
         factor_dtype: Dtype in which L and R are stored: ``"float32"`` or ``"bfloat16"``.
-        skip_first_update: Use the first nonzero gradient of each matrix only to find its eigenbases. In exact
-            arithmetic, that gradient is diagonal in its own eigenbasis; everything else in it is rounding noise, which
-            Adam scales to full steps. Until then, weight decay does not change the matrix either.
+        skip_first_update: Use the first nonzero gradient of each matrix only to find its eigenbases. The matrix moves,
+            and its weight decay begins, in the next step. In exact arithmetic, a gradient is diagonal in coordinates of
+            its own eigenbases. Elements off the diagonal are rounding noise, which Adam would scale to full steps.
         init_factor: Eigenvalues before the first step. ``"rms"`` is the root mean square of each matrix's first
             nonzero gradient. With 0, as in the original, the first gradient is divided by ``epsilon`` and dominates the
             eigenvectors for 100 steps and more, see ``docs/rekls.md``.
         relative_epsilon: Smallest eigenvalue that a gradient is divided by, as a share of the mean eigenvalue of the
             factor. The original has 0.
-        limit_updates: Clip updates, before they are multiplied by the learning rate, to the largest one of Adam with
-            these betas, 1.165 by default. The second moment is not rotated with the eigenbases, so without this, steps
-            can be hundreds of learning rates long.
+        limit_updates: Clip the elements of Adam's update, in coordinates of the eigenbases and before the learning
+            rate, to the largest value that Adam can reach with these betas: 1.165 by default. When the eigenbases
+            change, the second moment keeps its old values, which can be too small in the new coordinates. Without a
+            limit, steps can be hundreds of learning rates long.
         rank_tolerance: W moves only along eigenvectors whose eigenvalue is at least this share of the largest one, of
             both factors. Along the others, gradients are rounding noise, which Adam would scale to full steps. With
             ``factor_dtype="bfloat16"``, at least 2⁻⁸ is used, its precision. With 0, as in the original, W moves in all
@@ -85,10 +88,11 @@ class REKLS(JointOptimizer):
         adamw_ratio: Multiplies the learning rate of variables with AdamW.
         row_dims: The dims that form the rows of a matrix, by regular expressions for paths, where the rule for shapes
             is wrong (see `shardload.optimizers.matrices`).
-        whole_bytes: Most state that is whole on a device at a time, in bytes, or as text like ``"4GiB"``. Matrices are
-            updated in batches of at most this size, or one by one; an update needs about twice as much on each device.
-            If there are as many matrices of one kind as devices, all split over every device, each device updates one
-            alone. In other batches, only decompositions are dealt out; if there are too few, some devices wait.
+        whole_bytes: Limit for the state that is gathered whole on a device at a time, in bytes, or as text like
+            ``"4GiB"``. Matrices are updated in batches whose state is at most this large, or one by one if a single
+            one is larger. An update needs about twice as much memory on each device. If as many matrices as devices
+            have the same shape, dtype and layout, and are split over all devices, each device updates one alone. In
+            other batches, devices share only the decompositions, and some wait if there are fewer factors than devices.
         uneven: For a factor whose length the devices do not divide: raise an ``"error"``, or ``"replicate"`` it.
         **options: As for every Keras optimizer: ``clipnorm``, ``global_clipnorm``, ``use_ema``, ``name`` and so on.
 
@@ -187,7 +191,11 @@ class REKLS(JointOptimizer):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
     def start_of_slot(self, slot: str) -> Any:
-        """Return the initializer of the state listed in an attribute (``left_vectors``), also for steps without it."""
+        """Return the Keras initializer of a kind of state, which `build` creates with it.
+
+        ``slot`` is the attribute of this optimizer that lists the state, such as ``left_vectors``. A restore also calls
+        this, for state that the saved training step does not have.
+        """
         return rekls_setup.start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:
@@ -243,7 +251,11 @@ class REKLS(JointOptimizer):
         return max(EVERYWHERE_TIMES * max(everywhere, default=0), ALONE_TIMES * max(alone, default=0))
 
     def _batches(self, places: Sequence[int], mesh: Mesh | None) -> tuple[Batch, ...]:
-        """Return which of the matrices at these positions are updated together. Batches index into ``places``."""
+        """Return which weight matrices are updated together, as batches.
+
+        ``places`` has the positions of the matrices among all trained variables. A batch, in its own ``places``, has
+        positions in this argument: 0 is the matrix ``places[0]``.
+        """
         devices = mesh.size if mesh is not None and self.options.decompositions == "dealt" else 1
         # An axis of one device splits nothing, so specs need not name it.
         axes = set() if mesh is None else {axis for axis, size in mesh.shape.items() if size > 1}

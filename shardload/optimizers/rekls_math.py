@@ -71,7 +71,12 @@ class Settings:
 
     @property
     def largest_update(self) -> float:
-        """Bound for the elements of Adam's U, by Cauchy and Schwarz; exceeded only when the eigenbases change."""
+        """Largest absolute value of an element of U, Adam's update before the learning rate; infinite without a bound.
+
+        U is a weighted sum of past gradients divided by the root of a weighted sum of their squares; the Cauchy-Schwarz
+        inequality bounds this quotient. Only where the eigenbases change can U exceed it, as the sum of squares is not
+        converted to the new coordinates.
+        """
         # The bound has the factor √Σ(b₁²/b₂)ᵏ over all past steps k: infinite unless b₁² < b₂.
         ratio = self.beta_1**2 / self.beta_2 if self.beta_2 else math.inf
         return (1 - self.beta_1) / math.sqrt((1 - self.beta_2) * (1 - ratio)) if ratio < 1 else math.inf
@@ -106,8 +111,8 @@ def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
 def divisors(values: Array, gradient: Array, settings: Settings) -> Array:
     """Return what to divide gradients by for each eigenvalue: itself, or the least divisor that the settings allow.
 
-    If all eigenvalues are still 0 and ``starts_at_rms`` is set, the root mean square of G replaces them: what is added
-    to L and R then has that scale, too.
+    If all eigenvalues are still 0 and ``starts_at_rms`` is set, the root mean square of the gradient G replaces them.
+    The first addition to the factor L is then G Gᵀ / n divided by it, and has eigenvalues of its scale; so has R's.
     """
     # The values tell, not the step: an idle expert or LoRA's A gets its first gradient late.
     if settings.starts_at_rms:
@@ -162,10 +167,11 @@ def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
 
 
 def _orthogonalised(images: Array) -> tuple[Array, Array]:
-    """Orthonormalize images of eigenvectors (..., n, n), and return them and which of these columns are only noise.
+    """Orthonormalize the columns of matrices (..., n, n); return them and whether each column is only rounding noise.
 
-    Only rounding noise is left of an image that depends on those before it, and the images after it would get a share
-    of this noise. So it is treated last; the columns returned are in the old order.
+    A column is an image: a factor times an old eigenvector. If an image is nearly a combination of those before it,
+    only rounding noise is left of it, which would spoil the images after it. So all such images are moved to the end,
+    and the orthogonalization is repeated. The columns returned are in the order of ``images``.
     """
     lengths = jnp.linalg.norm(images, axis=-2)
 
@@ -251,7 +257,7 @@ def l2_gradient(gradient: Array, weight: Array, settings: Settings, *, when: str
 
 
 def adam(moments: Moments, gradient: Array, step: Array, settings: Settings) -> tuple[Moments, Array]:
-    """Return Adam's new moments and update U, before the learning rate, element by element; ``step`` counts from 1."""
+    """Return Adam's new moments and its update U, not yet multiplied by the learning rate; ``step`` counts from 1."""
     first = settings.beta_1 * moments.first + (1 - settings.beta_1) * gradient
     second = settings.beta_2 * moments.second + (1 - settings.beta_2) * gradient * gradient
     unbiased = first / (1 - settings.beta_1**step), second / (1 - settings.beta_2**step)
@@ -276,8 +282,8 @@ def moments_and_direction(
 ) -> tuple[Moments, Array]:
     """Return the new moments and the direction Q_L U Q_Rᵀ, in which the weight W moves.
 
-    ``pairs`` are the old and the new ones; ``moments`` are in coordinates of the old. ``step`` counts from 1, without
-    the first update if that is skipped.
+    ``pairs`` are the eigenpairs before and after this step; ``moments`` are in coordinates of the old ones. ``step`` is
+    the number of the step in Adam's bias correction, from 1. With ``skip_first_update``, the first step is not counted.
     """
     old, new = pairs
     first, own = rotated(moments.first, old, new), into_basis(gradient, new)

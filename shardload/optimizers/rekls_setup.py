@@ -285,7 +285,11 @@ def start_of_slot(slot: str, options: Options) -> Any:
 
 
 def _split_state(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
-    """Return how a factor is split: along dim 0, or if that is uneven, not at all; raise then if ``uneven="error"``."""
+    """Return how a factor with ``side`` rows is split: along dim 0, over the mesh axes that split ``variable``.
+
+    If the rows do not divide evenly, it is not split at all, or with ``uneven="error"``, this raises. ``own`` is the
+    sharding of the variable; without a mesh, it is ``None``, and so is the result.
+    """
     if own is None:
         return None
     layout = Layout.of_spec(mesh_spec(own.mesh), own.spec, len(variable.shape))
@@ -301,7 +305,11 @@ def _split_state(variable: Variable, own: NamedSharding | None, side: int, optio
 
 
 def along_first(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a factor or eigenpairs: dim 0 split over all axes that split the variable, else whole."""
+    """Return the layout of a factor or eigenpairs of shape ``shape``; ``layout`` is that of their weight.
+
+    Dim 0 is split over all mesh axes that split the weight in any dim. If dim 0 does not divide evenly into that many
+    parts, the array is whole on every device.
+    """
     # Along one dim, whatever dims of the variable the axes split: a factor's rows mix several of those.
     axes = tuple(axis for split in layout.spec for axis in split)
     found = Layout(layout.mesh, (axes, *((),) * (len(shape) - 1)))

@@ -42,8 +42,8 @@ def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> 
     depend on the spread.
 
     Args:
-        target: A compiled model, whose optimizer is built if its weights are on a mesh; or an optimizer that no
-            model has trained with yet.
+        target: A compiled model, or an optimizer that no model has trained with yet. If the weights of the model are
+            on a mesh and its optimizer has no slots yet, this call creates them, already spread.
         axis: One or more mesh axes; by default the one that splits the batch. ``()`` makes slots follow their weights
             again.
 
@@ -97,7 +97,10 @@ def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> Sl
 
 
 def _mesh(optimizer: Any, model: Any) -> MeshSpec | None:
-    """Return the mesh of the weights; ``None`` if they are on none and the optimizer has no slots yet."""
+    """Return the mesh of the weights, or ``None`` if none of them is on a mesh yet.
+
+    Raise a `LayoutError` if the optimizer already has slots, and their weights are on no mesh.
+    """
     if model is not None and not optimizer.built:
         weights = list(model.trainable_variables) if getattr(model, "built", False) else []
     else:

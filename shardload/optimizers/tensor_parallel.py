@@ -151,7 +151,8 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Update weights from pairs of a gradient and its weight.
 
         Raises:
-            UsageError: If there is a list of pairs for each shard of a model, as in the pull request.
+            UsageError: If the argument has a list of pairs for each shard of a model, as the optimizer of Keras pull
+                request 21792 takes it.
         """
         # There, callers also pass the shards of the model by keyword.
         pairs = list(grads_and_vars)

@@ -41,8 +41,10 @@ _READ_BYTES = 4 << 30
 class Best:
     """Tracks the best value of a metric that any step has, so that a callback can tell whether a new step is better.
 
-    ``of`` says whose steps are compared: those of the whole folder, or of one run. ``rule`` names the argument by which
-    the user asks for the best step (``keep_best``); without one, steps are not read to verify them.
+    ``of`` says whose steps are compared: with ``"folder"``, those of all runs that saved to the folder; with ``"run"``,
+    those of this run and of the run that it resumed. ``rule`` is the user's argument that needs the best step, such as
+    ``keep_best``, to be named in notices. With ``None``, nothing depends on the best step. A step is then taken as the
+    best without reading its files, which would show whether it is damaged.
     """
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
@@ -147,8 +149,8 @@ Mode = Literal["min", "max"]
 class Monitor:
     """The metric that ranks steps, such as ``val_loss``, and the best value of it so far.
 
-    ``mode`` says whether lower ("min") or higher ("max") is better; with "auto", the model's metric does. The first
-    value has to beat ``threshold``, if given.
+    ``mode`` says whether lower ("min") or higher ("max") is better; with "auto", the metric of the model says it. The
+    first value has to beat ``threshold``, if given.
     """
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
@@ -311,7 +313,7 @@ def _recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
-    """Yield the numbers of the steps that the callbacks that saved them promised to keep.
+    """Yield the numbers of the steps that must stay, because the callbacks that saved them keep the best steps.
 
     For each metric and direction, these are the n best steps; n is ``keep_best`` in the newest of their ``step.json``.
     """

@@ -203,7 +203,8 @@ class _RemoteFile:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
-                f"{self._requests.url}/{self._key} has {exact_bytes(self.n_bytes)}, not {offset + len(rest)} or more"
+                f"Cannot read {self._requests.url}/{self._key} up to byte {offset + len(rest)}: by digests.json, it "
+                f"has {exact_bytes(self.n_bytes)}, so the files of the step do not fit together. Use another step"
             )
         while rest:
             unit, skip = divmod(offset, UNIT_BYTES)

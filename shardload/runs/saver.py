@@ -74,7 +74,12 @@ class StepSaver:
     def compare(
         self, model: Any, steps: list[StepInfo], resumed: StepInfo | None = None, *, channel: Channel | None = None
     ) -> list[str]:
-        """Find the best value of the metric in ``steps``, which a new step has to beat; return notices for the user."""
+        """Find the best value of the metric in ``steps``, which a new step has to beat; return notices for the user.
+
+        ``model`` tells whether lower or higher values of its metric are better. ``resumed`` is the step that training
+        continues from, if any; its run counts as part of this one. By ``channel``, process 0 sends the best value to
+        the other processes; by default, it is the channel on which saves are coordinated.
+        """
         return self.best.begin(model, steps, self.directory, resumed, channel=channel or self.writer.channel)
 
     def save(

@@ -167,7 +167,10 @@ def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
 
 
 def mismatch(stated: int) -> str:
-    """Return a phrase for messages, to follow the name of a folder: it contains step ``stated`` instead."""
+    """Return what is wrong with a step whose folder was copied or renamed, as a phrase for lists and messages.
+
+    ``stated`` is the number in its ``step.json``, which differs from the number that is the folder's name.
+    """
     return f"contains step {stated}: copied or renamed"
 
 
@@ -285,7 +288,8 @@ def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
 def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
     """Return the steps that have a value of the monitored metric, best first.
 
-    The metric is that of the newest step whose callback keeps best steps, or else of the newest with any metric.
+    The metric is that of the newest step saved with ``keep_best``. Only if there is no such step, it is that of the
+    newest step with a monitored metric.
     """
     if (last := ranking_record(steps)) is None:
         return []
@@ -314,9 +318,11 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def ranking_record(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """Return the ``step.json`` that defines "best" in a folder: of the newest step with ``keep_best``, or any metric.
+    """Return the ``step.json`` whose metric and direction say which step of a folder is the best, or ``None``.
 
-    A callback without ``keep_best`` has a default metric, too; it must not override the rule of another callback.
+    It is that of the newest step that was saved with ``keep_best``. Only if there is no such step, it is that of the
+    newest step with a monitored metric: a callback without ``keep_best`` has a default metric, which must not override
+    the choice of another callback. The result is ``None`` if no step has one.
     """
     monitored = [info.recorded for info in steps if info.recorded.monitor is not None]
     promised = [record for record in monitored if record.keep_best]

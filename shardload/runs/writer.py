@@ -160,8 +160,9 @@ class Writer:
     def later(self, call: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
         """Return a function that runs ``call`` in another thread, so that the next save does not wait for it.
 
-        Calls for several steps run one after the other. With several processes, ``call`` itself is returned and runs as
-        a part of the save: in another thread, only one process would see it fail.
+        Calls for several steps run one after the other. With several processes, ``call`` itself is returned, and runs
+        on process 0 as a part of the save. There, a failure is sent to the other processes, so that all raise it. In
+        another thread, it would be known to process 0 alone.
         """
         if processes.count() > 1:
             return call
