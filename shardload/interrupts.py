@@ -37,7 +37,8 @@ _NO_PLACE = {
 }
 """Functions during which a signal must not raise an exception, by qualified name → why it must not."""
 _RETRY_S = 0.02
-"""Seconds after which a signal that arrived in a function of `_NO_PLACE` is sent again, to be raised elsewhere."""
+"""Seconds after which a signal is sent again if it arrived inside code that must not raise an exception, such as a
+callback of JAX. This is repeated until that code has ended."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -52,7 +53,11 @@ _raised: list[KeyboardInterrupt] = []
 
 
 def raised() -> KeyboardInterrupt:
-    """Return the exception that the last signal raised, with its notes: typer catches it, keeping only an exit code."""
+    """Return the exception that the last signal raised, to raise it again.
+
+    typer, the library that runs the command, catches a `KeyboardInterrupt` and returns only an exit code. The exception
+    has more: its notes say what an interrupted command has written, and how to go on.
+    """
     return _raised[-1] if _raised else KeyboardInterrupt()
 
 
@@ -70,8 +75,8 @@ def message_of(number: int) -> str:
 def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP end the process at once, even inside C++ code, with code 128 + signal number.
 
-    ``farewell`` is called first with the signal, in another thread, and must not block. Functions registered with
-    `atexit` do not run.
+    ``farewell`` is called first with the signal's number, in another thread, to print a last line or to remove
+    files. It must not block. Functions registered with `atexit` do not run.
     """
     if not _may_handle():
         yield
@@ -102,16 +107,21 @@ def drop(handler: Any = lambda number, frame: None) -> None:
 
 
 def end_with(code: int, farewell: Callable[[int], None]) -> None:
-    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with the process' own exit ``code``: its results are complete."""
+    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with the process' own exit ``code``: its results are complete.
+
+    ``farewell`` is called first with the signal's number, in another thread, and must not block.
+    """
     if _handled(_ENDING):
         drop()
         _watched(farewell, code)
 
 
 def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
-    """Start a thread that ends the process on a signal, about which Python writes a byte to a pipe.
+    """Start a thread that ends the process when a signal arrives, even while the main thread is in C++ code.
 
-    Return the pipe's descriptor and that of the pipe used before, to be set again later.
+    Python writes the signal's number to a pipe, and the thread waits for it there. Then the thread calls ``farewell``
+    with the number, and ends the process with exit code ``code`` (``None``: 128 + number). Return two descriptors: the
+    end of the pipe that Python writes to, and where Python wrote before, to be set again by `signal.set_wakeup_fd`.
     """
     # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()
@@ -136,8 +146,8 @@ def _wait(read: int, farewell: Callable[[int], None], code: int | None) -> None:
 def raise_interrupt_safely(*, restore: bool = True) -> Iterator[None]:
     """Raise `KeyboardInterrupt` on Ctrl-C, and `Terminated` on SIGTERM and SIGHUP, unless the signal is ignored.
 
-    Where an exception would be dropped or abort the process (`_NO_PLACE`), it is raised slightly later. Without
-    ``restore``, these handlers stay for the whole process.
+    Where an exception would be dropped or abort the process (in JAX's garbage collection callback, in the import of a
+    compiled module), it is raised slightly later. Without ``restore``, these handlers stay for the whole process.
     """
     with _handled_by(_raise, _ENDING, restore=restore):
         yield

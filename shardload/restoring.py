@@ -130,7 +130,11 @@ class Restored:
 
 
 def run_restore(request: RestoreRequest) -> Restored:
-    """Restore a step as `restore` does, and return which one it was; ``fit`` will not continue from it afterwards."""
+    """Restore a training step into a model; return the report, and which step was restored.
+
+    The model does not remember that step. So a later ``fit`` does not continue at the step's epoch and data position,
+    as it would after `shardload.restore`: the caller decides where training continues.
+    """
     with joint_load(request) as call:
         restored = _restore_undamaged(request, call)
     record_of(request.model).restored = None

@@ -96,8 +96,9 @@ def fill_model(model: Any, path: Path) -> Loaded:
 def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed: bool = False) -> None:
     """Initialise variables that were not loaded, and turn values of those without a layout into arrays on one device.
 
-    ``created``: weak references to all variables made with the model, of which it may not list some. ``committed``:
-    bind the arrays to that device, as Orbax does: JAX refuses to combine bound arrays of different devices.
+    ``created``: weak references to all variables that were created while the model was built. The model's own lists
+    lack some, such as a preprocessor's; those that still exist are initialised too. ``committed``: bind the arrays to
+    that device, as Orbax does: JAX refuses to combine bound arrays of different devices.
     """
     abstraction.initialise(model)
     # What the model does not list: a preprocessor's or a local layer's variables, if they are still in use.
@@ -130,7 +131,7 @@ def model_call(call: EntryCall) -> Filled:
     # After the weights, as hooks may use them. Keras can also save a model as a folder instead of an archive.
     if not is_step and (path / "assets").is_dir():
         for _, layer, error in load_assets_of_folder(model, path / "assets"):
-            raise NotSupported(f"{layer!r} cannot load its files") from error
+            raise NotSupported(f"{layer!r} cannot load the files that it saved in {path / 'assets'}") from error
     else:
         with staged_assets(loaded.manifest, check=checker) as folder:
             load_assets(model, loaded.manifest, folder)
@@ -190,7 +191,12 @@ class _Collected:
             self.n_weights = len(target.weights)
 
     def target(self, made: Any) -> tuple[Any, Path]:
-        """Return the object to fill and the folder to read in one load, which replaces all recorded calls."""
+        """Return the object to fill with weights, and the folder that has them.
+
+        ``made``: the task or backbone that KerasHub has built. KerasHub's calls to load the head and the backbone were
+        recorded, not made. If both read the same folder, one load into ``made`` does the work of both; if only the
+        backbone's call was recorded, the backbone is filled. Otherwise raise `NotSupported`: Keras makes the calls.
+        """
         if BACKBONE not in self.parts:
             raise NotSupported("it loads no weights of a backbone")
         backbone, folder = self.parts[BACKBONE]

@@ -174,7 +174,8 @@ class Preprocessing:
     layer: Any = None
     """A preprocessor or a tokenizer; ``None`` if there is neither."""
     notes: tuple[str, ...] = ()
-    """Sentences for the report on why there is no layer, although the source has a tokenizer."""
+    """Sentences for the report: why no preprocessor or tokenizer could be made, although the source has tokenizer
+    files."""
 
 
 def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> Preprocessing:
@@ -245,7 +246,7 @@ def _made(model: Any, manifest: Manifest) -> Any:
     """Make KerasHub's preprocessor for a model, or only its tokenizer if there is none or it cannot be made."""
     preprocessor, tokenizer = text_classes(model)
     if tokenizer is None:
-        raise UnsupportedError(f"it has none for {type(model).__name__}")
+        raise UnsupportedError(f"KerasHub has no tokenizer class for {type(model).__name__}")
     if preprocessor is not None:
         try:
             return kerashub.make_preprocessor(preprocessor, manifest, usable=False)
@@ -317,7 +318,11 @@ def hugging_face_tokenizer(
 
 
 def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
-    """Describe a KerasHub byte-pair tokenizer like a GGUF header, from which `files_of` makes Hugging Face's files."""
+    """Describe KerasHub's byte-pair tokenizer ``layer`` in the form of a GGUF header.
+
+    shardload makes Hugging Face's tokenizer files from such headers, so no other code is needed for KerasHub's
+    tokenizers. ``pattern``: GGUF's name of the rule that first splits a text into words, such as ``qwen2``.
+    """
     tokens = {int(number): word for word, number in layer.vocabulary.items()}
     special = set(layer.unsplittable_tokens or ())
     # A vocabulary may have gaps, but in a header a token's position is its number.

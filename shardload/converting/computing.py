@@ -29,13 +29,18 @@ from shardload.transfer.read_tensor import read_rows, read_tensor
 
 _Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
-"""A loading step: code that computes variables' values from tensors, a KerasHub converter or a layer's loading hook."""
+"""Code that computes values of variables from tensors: a KerasHub converter, or a layer's loading hook
+(``load_own_variables``)."""
 Lend = Callable[[Any, _Array], None]
-"""Function that gives a variable a temporary value, because a loading step computes other values from it."""
+"""Function that gives a variable a temporary value, because a converter or hook computes other values from it."""
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Yield (loading step, variable) for each variable whose value is computed; if several compute one, the last."""
+    """Yield (code, variable) for each variable whose value is computed, not copied from a tensor.
+
+    The code is a KerasHub converter or a layer's loading hook. If several of them compute a value for one variable,
+    only the last is yielded, because its value replaces the others.
+    """
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):
@@ -45,7 +50,7 @@ def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """Where a variable's value comes from: a view of a tensor, an array, a live model, or a loading step's result."""
+    """Where a variable's value comes from: a view of a tensor, an array, a live model, or code that computes it."""
 
     variable: Any
     dtype: np.dtype[Any]
@@ -56,6 +61,7 @@ class StoredValue:
     live: Callable[[], jax.Array] | None = None
     """Function that returns the value from a live model; a kernel with LoRA is merged by this call."""
     step: Computing | None = None
+    """KerasHub's converter, or a layer's loading hook, that computes the value."""
 
 
 def compute(
@@ -67,7 +73,7 @@ def compute(
     write: Callable[[Any, _Array], None],
     done: Callable[[Any], None],
 ) -> None:
-    """Run one loading step (KerasHub's converter, a layer's hook), and pass each value that it computes to ``write``.
+    """Run a KerasHub converter or a layer's loading hook (``step``), and pass each value it computes to ``write``.
 
     ``dtypes``: ``id`` of each requested variable → dtype to write it in. ``write`` writes a variable's value to the
     target, and may be called again for the same variable; ``done`` is called once it has its final value.
@@ -83,7 +89,8 @@ def compute(
             pass
     if absent := [v.path for v in variables if id(v) not in runtime.written]:
         raise MismatchError(
-            f"Cannot convert {manifest.source}: {step.owner} computed no value for {absent[0]!r} when it ran again"
+            f"Cannot convert {manifest.source}: {step.owner} computed {absent[0]!r} in its first run, on placeholders, "
+            "but not in its second run, on the tensors' values. Its code must assign the same variables in every run"
         )
     for variable in variables:
         if id(variable) in later:
@@ -91,7 +98,11 @@ def compute(
 
 
 def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> bool:
-    """Run a loading step and return whether it finished. If it lacked a variable's value, lend it for another run."""
+    """Run a KerasHub converter or a layer's loading hook; return whether it finished, or must run again.
+
+    If it reads a variable that has no value yet, it stops. Then that variable gets its stored value temporarily, and
+    another run can read it.
+    """
     # A hook may also set attributes of its layer: undo that, so that a second run finds what the first one found.
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
@@ -119,7 +130,10 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
 
 @contextmanager
 def _lending() -> Iterator[Lend]:
-    """Yield a function that lends values to variables, for a loading step to read; after the block they lose them."""
+    """Yield a function that gives variables temporary values, which a converter or a layer's hook reads.
+
+    After the block, these variables have no values again.
+    """
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: _Array) -> None:
@@ -136,7 +150,10 @@ def _lending() -> Iterator[Lend]:
 
 @dataclass(slots=True)
 class _Runtime:
-    """What a loading step calls to read tensors and set variables: values go to the target's files instead."""
+    """What a KerasHub converter or a layer's loading hook calls to read tensors and to set variables.
+
+    In a load, the variables would get the values; here, the values are written to the conversion's target files.
+    """
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
@@ -147,19 +164,26 @@ class _Runtime:
     written: set[int] = field(default_factory=set)
 
     def read(self, tensor: str) -> _Array:
-        """Read a whole tensor into an array that the loading step may write to."""
+        """Read a whole tensor into an array that the converter or hook may write to."""
         value = read_tensor(self.manifest, tensor)
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Do nothing where a loading step would copy a tensor to a variable: a conversion copies it on its own."""
+        """Return ``None``, where a load would return the array for the variable called ``name``.
+
+        The variable's value is a stored tensor, or a part of one. Other code of the conversion copies it to the target.
+        """
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Assign nothing, and return ``value``: it is stored, so the conversion copies it without the loading step."""
+        """Return ``value``, without assigning it to the variable: the model needs no values in a conversion.
+
+        A layer's hook assigns stored values unchanged by this call. Other code of the conversion copies them to the
+        target.
+        """
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Write a value that the loading step has computed to the target, cast as a load would cast it."""
+        """Write a value that the converter or hook has computed to the target, cast as a load would cast it."""
         if (dtype := self.dtypes.get(id(variable))) is None:
             return value
         host = np.asarray(value)

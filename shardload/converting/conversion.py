@@ -254,7 +254,7 @@ def write_all(
 
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
-    """Write the computed values of ``copies``: run each loading step (converter, hook) that computes one of them."""
+    """Run each KerasHub converter and layer's loading hook that computes values of ``copies``, and write the values."""
     by_variable = {id(copy.value.variable): copy for copy in copies}
     # A tensor is complete, and noted, once the last of the variables that share it is.
     left = Counter(copy.wanted.name for copy in copies)
@@ -299,7 +299,10 @@ class _Work:
         self.staging.note_done(copy.wanted.name, self._digest(copy))
 
     def copy(self, copy: Copy) -> None:
-        """Write the value of a variable that no loading step has to compute: a view of a tensor, or an array."""
+        """Write the value of a variable that is available as it is: a view of a stored tensor, or an array.
+
+        Values that code must compute (a KerasHub converter, a layer's loading hook) are written after all others.
+        """
         value, dtype = copy.value, copy.wanted.dtype
         if value.tensor is None or value.view is None:
             self.put(copy, np.asarray(value.array if value.live is None else value.live()))

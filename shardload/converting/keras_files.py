@@ -205,7 +205,11 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
-    """Return ``found`` with the variables of optimizers that never trained, which Keras requires; omit the others."""
+    """Return ``found`` with the variables of optimizers that have never trained: iterations, learning rate.
+
+    Keras expects these few variables in the file. Optimizers that have trained are only listed as omitted, because a
+    conversion keeps weights, not the state of training.
+    """
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]

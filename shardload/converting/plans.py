@@ -38,8 +38,9 @@ class ConversionPlan:
     sidecars: Mapping[str, bytes]
     """If the target is a file: the content of each small file to write next to it, by file name."""
     undescribed: str | None = None
-    """Name of a file next to the target that readers would take for this model's description, so that an old one must
-    be removed; ``None`` if the conversion writes a new one."""
+    """Name of the JSON file, next to a weights file, that readers take for the description of its model. It is set if
+    the conversion writes no such file: an old one would describe another model, and must be removed. ``None`` if the
+    conversion writes the file, or readers look for none."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """If the target is an index: the file names of the shards next to it."""
@@ -48,7 +49,8 @@ class ConversionPlan:
     is_copy: bool = False
     """Whether the conversion copies a Hugging Face folder tensor by tensor, without building a model."""
     is_keras_file: bool = False
-    """Whether the target is a weights file of Keras, or an index with several, and not a folder with a description."""
+    """Whether the target has Keras' weights alone: one file ``NAME.weights.h5``, or several that an index
+    ``NAME.weights.json`` lists. Unlike other targets, these files do not describe their model."""
     omitted: tuple[str, ...] = ()
     """Optimizers, as paths in the model, whose state this conversion leaves out although Keras would write it."""
 

@@ -163,7 +163,10 @@ def save_as(
 
 
 def _format_to_convert(target: Path, to: str | None) -> str | None:
-    """Check the argument ``to`` of `save_as`, and return it as `shardload.convert` takes it (for a preset, ``h5``)."""
+    """Check ``to``, the format that the user named, and return the format to write; ``None``: the file's name tells it.
+
+    For ``preset``, return ``h5``: conversions to a folder call that format so.
+    """
     check_kind("to", to, str | None, f"one of {', '.join(SAVE_TARGETS)}")
     if to == "orbax":
         raise UsageError(

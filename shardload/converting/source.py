@@ -1,8 +1,9 @@
 """A source for conversion: a model without weights, and the location of each variable's value.
 
-The value of a variable is a view of a stored tensor, or is computed from tensors by a step of loading (merged experts).
-A few variables are not weights, and the source cannot store them (a dropout's seed): their values are arrays in memory.
-`ModelValues` reads weights a few rows at a time, by keys that do not depend on the format.
+The value of a variable is a view of a stored tensor, or code computes it from tensors (merged experts): a converter of
+KerasHub, or a layer's loading hook. A few variables are not weights, and the source cannot store them (a dropout's
+seed): their values are arrays in memory. `ModelValues` reads weights a few rows at a time, by keys that do not depend
+on the format.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Source:
     """The Hugging Face folder that a live model was loaded from, if it still describes the model: its tensors are the
     template of those to write."""
     fresh: Any = None
-    """A live model's task, built again without values and compiled by KerasHub: presets store its new optimizer."""
+    """If a live model is a KerasHub task: the same task, built again from its description, without values. KerasHub
+    compiles it with its default optimizer. A preset stores that optimizer and not the user's, because readers of the
+    preset build the task in the same way."""
     adapters: Manifest | None = None
     """The partial step whose weights replace some of those in ``manifest`` (the base); ``None`` if there is none."""
 
@@ -88,7 +91,10 @@ class Source:
         return backbone_of(self.model)
 
     def variables_of(self, model: Any) -> list[Any]:
-        """Return the variables of the source's model, or of a part of it, that are written: all but the merged ones."""
+        """Return the variables of ``model``, the source's model or a part of it, that are written to the target.
+
+        All are written, except LoRA factors that are merged into kernels.
+        """
         return [v for v in model.variables if id(v) not in self.merged]
 
     @property
@@ -285,7 +291,11 @@ class ModelValues:
             yield start, min(start + step, shape[0])
 
     def encoded(self, key: str) -> None:
-        """Return ``None`` instead of encoded bytes: a weight may be a part of a tensor, so values are compared."""
+        """Return ``None``: weights are compared by value, and not by the stored bytes of a quantised tensor.
+
+        A comparison of whole tensors skips decoding where both have the same bytes in the same encoding (GGUF). But a
+        weight may be only a part of a tensor.
+        """
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows of a weight; a scalar counts as one row."""

@@ -38,7 +38,10 @@ them, and they do not affect weights."""
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> _Config:
-    """Return the ``config.json`` of a backbone. ``known``: fields from the source, used for those listed in `UNKNOWN`.
+    """Return the content of Hugging Face's ``config.json`` for a KerasHub backbone.
+
+    ``dtype``: dtype of the written weights. ``known``: configuration of the source in Hugging Face's form. The longest
+    text and the ids of special tokens are taken from it, because KerasHub's backbones do not know them.
 
     Raises:
         UnsupportedError: When its architecture is not supported, or it was altered in a way that Hugging Face's
@@ -67,7 +70,10 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
         )
     # Settings of layers are in no backbone's configuration; `unlike` notes those that loading sets.
     if large := [d for d in fields.differences(config, backbone) if d.fix is None]:
-        raise NoPlaceError(f"Cannot describe {kind} in a Hugging Face configuration: {large[0].field} is {large[0]}")
+        raise NoPlaceError(
+            f"Cannot describe {kind} in a Hugging Face configuration, which would state another value than the model "
+            f"computes with: {large[0].field} is {large[0]}"
+        )
     return config
 
 
@@ -117,7 +123,7 @@ def _compared(config: Mapping[str, Any]) -> _Config:
 
 
 def is_written(backbone: Any) -> bool:
-    """Whether `config_of` can make a ``config.json`` for this backbone's class."""
+    """Whether shardload can make Hugging Face's ``config.json`` for KerasHub backbones of this class."""
     return type(backbone).__name__ in exports()
 
 

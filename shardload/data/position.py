@@ -77,7 +77,7 @@ class Origin:
             raise self._cannot(f"it was saved {saved} global_batch_size, and resumable() was called {given} it now")
         if then.global_batch_size and then.global_batch_size != now.global_batch_size:
             sizes = f"{plural(then.global_batch_size, 'example')}, and now of {now.global_batch_size}"
-            raise self._cannot(f"it counts global batches of {sizes}")
+            raise self._cannot(f"the saved data position counts global batches of {sizes} (global_batch_size)")
         for field, what in _LENGTHS.items():
             before, after = getattr(then, field), getattr(now, field)
             if before is not None and before != after:
@@ -128,7 +128,11 @@ class Position:
     """
 
     def __init__(self, fit: Any = None) -> None:
-        """Begin the position of a ``fit``, told from later ones by the argument: an object that only this call has."""
+        """Begin a position at the start of the data.
+
+        ``fit``: an object that belongs to one call of ``fit`` only (Keras' iterator over epochs). A later ``fit`` has
+        another object, and so gets a new position. ``None``: the position belongs to no particular ``fit``.
+        """
         self.fit = fit
         self._wanted: dict[str, Any] | None = None
         self._origin: Origin | None = None
@@ -163,7 +167,11 @@ class Position:
         self._trained = self._before_epoch + batches
 
     def epoch_ends(self) -> None:
-        """Record that an epoch ends. If it was resumed, Keras must not take the next one to be as short as this."""
+        """Record that an epoch ends.
+
+        An epoch that was resumed in the middle has only its remaining batches, and Keras takes their number for the
+        length of every epoch. Keras is made to forget that length, because the next epoch is a whole one.
+        """
         if self._skipped and self._epochs is not None:
             forget_epoch_length(self._epochs)
         self._skipped = 0
@@ -246,7 +254,10 @@ class Position:
 
 
 def follow_data(model: Any) -> Position:
-    """Begin to follow the data that ``model`` is trained on in this thread, or go on with it; return its position."""
+    """Return the data position of the ``fit`` that trains ``model`` in this thread: a new one if this ``fit`` has none.
+
+    Datasets that are read in this thread report to this position from now on.
+    """
     position, fit = _positions.get(model), epoch_iterator_of_fit()
     if position is None or (fit is not None and fit is not position.fit):  # an earlier fit's data is over
         position = _positions[model] = Position(fit)
@@ -255,10 +266,10 @@ def follow_data(model: Any) -> Position:
 
 
 def followed() -> Position | None:
-    """Return the position that `follow_data` began for the training in this thread, if any."""
+    """Return the data position of the ``fit`` that runs in this thread; ``None`` if nothing records one."""
     return getattr(_active, "position", None)
 
 
 def stop_following() -> None:
-    """Forget the position that `followed` returns, when training in this thread ends."""
+    """Stop recording the data position of the ``fit`` in this thread, when its training ends."""
     _active.position = None

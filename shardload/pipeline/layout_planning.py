@@ -183,7 +183,11 @@ class _Planning:
             return search.on(self.mesh, device_memory_bytes=limit)
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
-        """Return the plan for the smallest mesh that fits (``plan`` if none is smaller); ``None`` without a limit."""
+        """Return the layout plan for the smallest mesh whose devices have enough memory.
+
+        ``plan`` fits its own mesh, and is returned if no smaller mesh fits. The result is ``None`` if the request does
+        not limit the memory of a device, or if no mesh fits.
+        """
         limit = self.request.device_budget_bytes
         if limit is None:
             return None
@@ -193,7 +197,10 @@ class _Planning:
             return smallest_mesh_plan(search, limit, most) or plan
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
-        """Search a plan and compile its step; while the compiled step is too large, search again with a lower limit."""
+        """Search a layout plan, and compile its step to check that it fits into a device's memory.
+
+        While the compiled step needs too much memory, search again with a lower memory limit.
+        """
         model, limit = search.model, self.request.device_budget_bytes
         halved = next((d for d in map(stored_dtype, model.variables) if d.itemsize == 2), None)
         with self.clock("build"):  # on CPU, XLA computes 16-bit floats in 32 bits: compile those, and scale
