@@ -102,7 +102,11 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _rotated_part(values: GgufValues, width: int) -> float:
-    """Return ``partial_rotary_factor``, the share of a head's features that rotate: GGUF has 1 for those, else 1e30."""
+    """Return ``partial_rotary_factor``, the share of a head's features that rotate, as a fraction of ``width``.
+
+    A GGUF file stores one divisor of the angle for each pair of features: 1 for a pair that rotates, and 1e30 for one
+    that does not. Without these divisors, all features rotate.
+    """
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return 1.0

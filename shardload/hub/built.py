@@ -41,7 +41,10 @@ def layers(backbone: Any) -> list[Any]:
 
 
 def attention_of(block: Any, attribute: str) -> Any:
-    """Return the layer of a block (mostly attention) that has ``attribute``, inner ones first; ``None`` without any."""
+    """Return the layer inside a block, mostly the attention layer, that has ``attribute``; ``None`` if none has it.
+
+    The block itself comes last: its attribute may be just a copy of the constructor's argument, which nothing uses.
+    """
     return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
 
 
@@ -115,10 +118,11 @@ def _is_obeyed(layer: Any, name: str) -> bool:
 
 
 def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
-    """Return how a block's rotary layer rotates each pair of features; ``None`` without rotary positions.
+    """Return how a block's rotary layer rotates pairs of features; ``None`` if the block has no rotary positions.
 
-    The three values are the angles in radians per token, the factors by which pairs become longer, and the
-    relative error that a comparison of both must allow.
+    The first array has the angle of each pair in radians per token. The second has the factor by which the layer
+    multiplies the length of each pair: 1 in most models. The number is the relative error to allow when the arrays are
+    compared with configured values: 1e-4, or 1e-2 if they were measured on a layer that computes in half precision.
     """
     layer = rotary_of(block)
     if layer is None:

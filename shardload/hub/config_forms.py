@@ -89,9 +89,10 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
 
 
 def tie_as_stored(described: Any, manifest: Manifest) -> None:
-    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if the checkpoint stores no output layer.
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if a Keras checkpoint stores no output layer.
 
-    Some of KerasHub's classes (Llama's) do not serialise that argument, so files that Keras writes lack it.
+    Then the model uses its embedding as output layer. Some of KerasHub's classes (Llama's) do not serialise that
+    argument, so files that Keras writes lack it; only the names of the stored tensors tell. A value that is set stays.
     """
     # Names of the embedding and of an output layer, in files of Keras and in steps.
     patterns = (r"reversible_embedding/vars/0$|token_embedding/embeddings$", r"embedding/(vars/1|reverse_embeddings)$")
@@ -101,7 +102,12 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
 
 def tie_as_described(described: Any, manifest: Manifest) -> None:
-    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its source has no separate output layer."""
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if a Hugging Face folder ties embeddings.
+
+    This is for a Hugging Face folder that also contains the configuration that Keras wrote, ``described``. Some of
+    KerasHub's classes (Llama's) do not serialise that argument. So the folder's own ``config.json`` and tensors decide
+    whether the model uses its embedding as output layer. A value that is set stays.
+    """
     if ties_embeddings(manifest):
         _tie(described)
 

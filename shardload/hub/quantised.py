@@ -53,7 +53,9 @@ _ALTERNATIVES = "Load the unquantised checkpoint of this model, or a GGUF file o
 def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     """Raise for quantised checkpoints and adapters; the message names the method, or the adapter's base model.
 
-    With `FIELD` in ``ignore``, accept quantisation that only the configuration mentions, and float8 without scales.
+    ``ignore`` has the names that a user passed as ``ignore_config``. With ``"quantization_config"``, no error is raised
+    if the configuration sets quantisation but no tensor is a sign of it, or if float8 tensors have no scales. With
+    ``"adapter_config"``, none is raised for an adapter next to the weights.
     """
     if not spec_of(manifest).may_be_codes:
         return
@@ -86,8 +88,8 @@ def check_mapped(
 ) -> None:
     """Raise if a bare file, one without a configuration, seems to be quantised or to be an adapter.
 
-    Signs are the names of ``unused`` tensors, and float8 tensors that are loaded as another dtype. ``bindings`` say
-    which tensor becomes which variable of the model.
+    Signs are the names of ``unused`` tensors, which the model does not read, and float8 tensors that are loaded as
+    another dtype. ``bindings`` say which tensor becomes which variable of the model.
     """
     # A layer of the model may decode codes itself, so only tensors that the model does not use are a sign.
     if not spec_of(manifest).may_be_codes or _is_folder(manifest):
@@ -110,7 +112,10 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
 
 
 def _widened(manifest: Manifest, bindings: Iterable[Any]) -> list[str]:
-    """Return the names of float8 tensors that would be cast to another dtype, as if they were no codes."""
+    """Return the names of float8 tensors whose variables in the model have another dtype, to which a load casts them.
+
+    Float8 values may be codes of a quantised model, which only scales turn into weights: a cast would be wrong.
+    """
     names = [b.view.tensor for b in bindings if not _is_float8(b.dtype)]
     return [name for name in names if _is_float8(manifest.tensors[name].dtype)]
 

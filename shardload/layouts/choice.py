@@ -61,8 +61,9 @@ class LayoutChoice:
     batch_axis: str | None = None
     """The mesh axis that splits the batch, if a Keras distribution names one; ``None``: the mesh's own batch axis."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
-    """Variables that a step gathers before it uses them, and so stores split further (``by_id``) than it uses them:
-    ``id(variable)`` → layout in use."""
+    """``id(variable)`` → layout that the model computes with, for variables that are stored in another layout.
+
+    ``by_id`` has the stored layout, which splits such a variable over more mesh axes. Each step gathers it for use."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
     from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""
@@ -100,7 +101,10 @@ class LayoutChoice:
 
     @property
     def replicated_large(self) -> tuple[str, ...]:
-        """Paths of replicated variables of at least 1 MiB, for reports; empty if none should or can be split here."""
+        """Paths of variables of at least 1 MiB that are replicated, for reports: split, they would take less memory.
+
+        Empty if the user asked for ``replicated``, or if the mesh has no axis that splits weights.
+        """
         if self.mode == "replicated" or not weight_axes(self.mesh):
             return ()
         return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)

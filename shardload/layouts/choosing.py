@@ -155,7 +155,9 @@ _WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 _Layers = Sequence[tuple[Any, Sequence[Any]]]
 """A list of pairs: each layer of a model, and the direct sub-layers of that layer."""
 _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
-"""Words in the names of normalisation layers that do not normalise over the model's features, and are skipped."""
+"""Words in the class names of normalisation layers that do not normalise over all features of a token.
+
+Their outputs stay as XLA splits them, while those of other normalisation layers are gathered."""
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
@@ -185,7 +187,11 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 
 def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
-    """Return the layers that begin a split of features: embeddings and convolutions whose output features are split."""
+    """Return the embeddings and convolutions whose weights are split along the last dim, and so their output features.
+
+    XLA would keep the features split in all later layers, so the outputs of these layers are gathered. ``every`` lists
+    the layers of the model, and ``placed`` has the layouts of variables by ``id(variable)``.
+    """
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
@@ -198,7 +204,11 @@ def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
 
 
 def _norms(every: _Layers) -> list[Any]:
-    """Return the layers that normalise over all of the model's features, not one head's: their outputs are gathered."""
+    """Return the layers that normalise over all features of a token; those inside attention are left out.
+
+    The outputs of these layers are gathered, so that each device has all features of its tokens. Norms inside
+    attention are for queries and keys: they normalise over the features of one head, and heads may stay split.
+    """
     norms: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in every:

@@ -167,7 +167,7 @@ def _names(axis_name: _Axes) -> tuple[str, ...]:
     names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise UsageError(
-            f"Cannot use axis_name={axis_name!r:.60}: expected the name of a mesh axis, or different names"
+            f"Cannot use axis_name={axis_name!r:.60}: expected the name of a mesh axis, or a list of different names"
         )
     return names
 

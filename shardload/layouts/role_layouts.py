@@ -1,14 +1,17 @@
 """Roles of variables, and the layouts that follow from them.
 
 A *role* says how a variable is best split: along its own dims, best first (`Wants`), or like another variable
-(`Follows`). Each mesh axis splits at most one dim::
+(`Follows`). Each axis of a mesh splits at most one dim of a variable. Its kind says which one::
 
-    expert              the dim along which the matrices of experts are stacked
-    model               the first dim of the role whose length the size of the axis divides, as in Megatron
-    fsdp, second model  the longest dim that is still whole, else one that is split already
-    batch               none
+    kind of axis   dim that it splits
+    expert         the one along which the matrices of experts are stacked
+    model          the first one in the role whose length the size of the axis divides, as in Megatron
+    fsdp           the longest one that no other axis splits, else one that is split already
+    batch          none
 
-If the ``model`` axis splits another dim than the best, or none, the layout has a `Fallback`, which reports show.
+A mesh may have several axes of the kind ``model`` (named ``model`` and ``tp``): all but the first split as ``fsdp``
+does. If the first ``model`` axis splits another dim than the best, or none, the layout has a `Fallback`, which reports
+show.
 """
 
 from __future__ import annotations

@@ -196,9 +196,15 @@ Activation ActivityRegularization AlphaDropout BaseGlobalPooling BasePooling Bat
 GaussianDropout GaussianNoise Identity LeakyReLU ReLU BaseSpatialDropout UpSampling1D UpSampling2D UpSampling3D
 ZeroPadding1D ZeroPadding2D ZeroPadding3D
 """
-"""Keras layers that compute each feature (last dim) from that feature alone: paired kernels may have them between."""
+"""Names of Keras layers that compute each feature, an element of the last dim, from that feature alone.
+
+Two kernels may be split as a pair, the first along its outputs and the second along its inputs, if only such layers are
+between them: each device then computes its own features through both kernels."""
 _OVER_FEATURES = ("softmax", "log_softmax", "sparsemax", "glu")
-"""Activations that compute each feature from all features: paired kernels may not have one between them."""
+"""Names of activations that compute each feature from all features.
+
+Two kernels with one between them are not split as a pair, the first along its outputs and the second along its inputs:
+no device would have all features that the activation needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +262,10 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
-    """Return how to split a block's kernels (roles), paired by shape: ``column`` by outputs, then ``row`` by inputs."""
+    """Return how to split each kernel of a block (its role), by ``id(variable)``; shapes tell which two form a pair.
+
+    The first kernel of a pair is split along its outputs (``column``), the second along its inputs (``row``).
+    """
     by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:
@@ -276,10 +285,11 @@ def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
 
 
 def _feeds(first: Kernel, second: Kernel) -> bool:
-    """Whether two kernels form a pair by shape: ``second`` maps the outputs of ``first`` back to the block's width.
+    """Whether ``second`` maps the outputs of ``first`` back to the block's width, as the shapes of both kernels tell.
 
-    The outputs of ``first`` may be twice as many (with a gate) or three times (query, key and value in one kernel).
-    Two square matrices count as no pair, because their shapes do not tell.
+    Such kernels form a pair: the first is split along its outputs, the second along its inputs. The outputs of
+    ``first`` may be twice as many as the inputs of ``second`` (with a gate) or three times (query, key and value in one
+    kernel). Two square matrices count as no pair, because their shapes do not tell.
     """
     made, width = first.size(first.outputs), first.size(first.inputs)
     intermediate = second.size(second.inputs)
@@ -318,7 +328,9 @@ def roles_by_graph(
 ) -> dict[int, LayoutRole]:
     """Return the roles of pairs of kernels in a functional model's graph, and of variables in layers between them.
 
-    ``known`` are the roles found so far, by shapes; ``by_rule`` are those of users' rules, which stay as they are.
+    In a pair, the second kernel alone reads what the first computes: the first is split along its outputs, the second
+    along its inputs. ``kernels`` has those that may form pairs, by the ``id`` of their layer. ``known`` has the roles
+    found so far, by shapes, and ``by_rule`` those of users' rules, which stay as they are.
     """
     changed: dict[int, LayoutRole] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
@@ -350,11 +362,18 @@ def roles_by_graph(
 
 @dataclass(frozen=True, slots=True)
 class FeatureKernel:
-    """A kernel that maps the last dim of its layer's input to that of the output: others form no pairs in a graph."""
+    """A kernel that maps the last dim of its layer's input to the last dim of the output, as that of a Dense does.
+
+    In the graph of a functional model, two such kernels may be split as a pair, if the second alone reads what the
+    first computes: the first is split along its outputs, the second along its inputs. Other kernels form no pairs.
+    """
 
     kernel: Any
+    """The Keras variable."""
     inputs: Dim
+    """The dim of the kernel that belongs to the features of the input."""
     outputs: Dim
+    """The dim of the kernel that belongs to the features of the output."""
 
 
 def feature_kernel(layer: Any, own: Sequence[Any]) -> FeatureKernel | None:

@@ -97,7 +97,11 @@ class TextInput:
         return None
 
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
-        """Give a model the preprocessor that a thread made; return why that failed, if the source has a tokenizer."""
+        """Give a model the preprocessor that a thread of this object makes during the load; wait until it is made.
+
+        If that fails, the model stays without one, and the reason is returned for the report. ``None`` is returned if
+        the model has its preprocessor, or if the source contains no tokenizer, which is no failure.
+        """
         # A source that has none, such as a folder with weights only, needs no line in the report.
         has_vocabulary = any((Path(manifest.source) / name).is_file() for name in _VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None

@@ -62,16 +62,19 @@ class SameAttribute:
 
     attribute: str
     default: Any
+    """The field's value if the configuration omits it, as in transformers."""
     names: tuple[str, ...]
     """Names that a user may write in ``ignore_config`` to accept a difference; one of them is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Fields of one ``model_type`` to compare with the built model; a pair is (field's name, transformers' default)."""
+    """Which fields of a configuration to compare with the built model, for all models of one ``model_type``."""
 
     epsilon: tuple[str, float] | None = None
+    """The field with the epsilon of the norms, and transformers' default for it: ``("rms_norm_eps", 1e-6)``."""
     activation: tuple[str, str] | None = None
+    """The field with the activation's name, and transformers' default for it: ``("hidden_act", "silu")``."""
     rotary: Rotary | None = None
     """How to read the rotary positions from the configuration; ``None`` for models without them."""
     windows: _Windows | None = None
@@ -89,6 +92,7 @@ class Checks:
     attention_flags: tuple[str, ...] = ()
     """Boolean fields (``use_bidirectional_attention``) to compare with attributes of that name on attention layers."""
     attributes: Mapping[str, SameAttribute] = field(default_factory=dict)
+    """Name of a field → the attribute of KerasHub's backbone that must have the same value."""
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Field (``type_vocab_size``) → argument of KerasHub's class (``num_segments``); its converter does not pass it."""
 

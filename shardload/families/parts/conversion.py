@@ -84,8 +84,10 @@ class Export:
 
     Raises an ``UnsupportedError`` if the backbone has a feature that Hugging Face's configuration cannot express."""
     pre_tokenizer: str | None = None
-    """How these models split text into words, as a key of `Family.pre_tokenizers` (``qwen2``). It is needed to write a
-    ``tokenizer.json``, because a preset does not store it. ``None``: do not write one from byte pairs."""
+    """How these models split text into words, as a key of `Family.pre_tokenizers` (``qwen2``).
+
+    A byte-pair tokenizer needs it in its ``tokenizer.json``, but a preset does not store it. ``None``: if a model has a
+    byte-pair tokenizer, the written folder gets none, and a note says so. Other kinds of tokenizers do not need it."""
 
 
 def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class Rotary:
     sliding_theta: float | None = None
     """Default of the base in layers with a sliding window; ``None`` if all layers of a model share one base."""
     is_partial: bool = False
-    """Whether ``partial_rotary_factor``, the fraction of a head's features that rotate, has an effect in a model that
-    does not scale its positions. (In one that does, it always has.)"""
+    """Whether the field ``partial_rotary_factor``, the fraction of a head's features that rotate, counts even if the
+    configuration sets no scaling of positions. If it sets one (``yarn``), the field counts for every ``model_type``."""
     stretched: str = "linear"
     """Kind of scaling (``linear``, ``yarn``) that KerasHub's class applies if its constructor gets a scaling factor."""
 
