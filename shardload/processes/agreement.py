@@ -47,7 +47,8 @@ class Topic:
     fix: str
     """What a user should do about a difference: the last sentence of the error message."""
     titles: Callable[[], Facts] = dict
-    """Returns clearer names of facts, by the fact's name, for errors, which show those of process 0."""
+    """Returns the names that error messages show for facts: a dict from a fact's name to a clearer one. Facts that are
+    not in it keep their names. It is called on process 0 only, so all processes show the same names."""
 
 
 def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:

@@ -89,7 +89,10 @@ def exit_recorder() -> ExitRecorder:
 
 
 def _divert(pipe: int) -> int:
-    """Send file descriptor 2, where C++ writes, to a pipe. ``sys.stderr`` keeps its target: return its descriptor."""
+    """Send what C++ code writes to stderr (file descriptor 2) into a pipe; return a new descriptor of the real stderr.
+
+    Python code goes on writing to the real stderr: ``sys.stderr`` is replaced by a file on the new descriptor.
+    """
     sys.stderr.flush()
     real = os.dup(2)
     os.dup2(pipe, 2)

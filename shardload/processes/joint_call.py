@@ -310,8 +310,11 @@ def _with_note(error: Any, own: BaseException) -> Any:
 
 
 _OUTSIDE_S = 3.0
-"""Seconds to wait for the other processes before this one starts JAX. One of them may be starting JAX outside of a
-joint call: it then waits for this process to start JAX, too."""
+"""Seconds that this process waits for the others as a joint call begins; then it starts JAX while it goes on waiting.
+
+JAX starts only if all processes start it. Another process may be starting JAX before it makes the joint call: it waits
+for this process to start JAX, too, while this process waits for it to make the call.
+"""
 
 
 @contextmanager

@@ -31,7 +31,8 @@ _DRAIN_S = 2.0
 _FATAL = re.compile(rb"F\d{4} ")
 """Beginning of the line with which JAX's C++ code (Abseil) logs a fatal error; the stack trace follows it."""
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
-"""Beginning of a line that comes before the fatal one when JAX aborts the process; it is held back, too."""
+"""Beginning of an error that JAX's coordination service logs before JAX aborts the process with a fatal error.
+Like the stack trace of the abort, it is not printed if the helper's own message explains the abort."""
 _RECENT_S = 120.0
 """An exit within this many seconds of another process' failure counts as its result: JAX aborts processes that wait."""
 _SETTLE_S = 2.0
@@ -114,7 +115,11 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
 
 
 def _pass_on(output: int, held: list[bytes]) -> None:
-    """Copy lines from a pipe to stderr; from a fatal error on, append to ``held``: the caller may print them later."""
+    """Copy lines from a pipe to stderr, except those of an abort by JAX: append these to ``held``.
+
+    They are the fatal error with all lines after it, and the errors of the coordination service that come before it.
+    The caller may print them later, if nothing else explains the abort.
+    """
     is_fatal = False
     with open(output, "rb") as lines:
         for line in lines:

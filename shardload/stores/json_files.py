@@ -26,7 +26,8 @@ bytes for each. Real files have 50 bytes of text for each."""
 _FREE_CONTAINERS = 1024
 """How many lists and objects a short JSON text may contain in any case; a longer text may contain more."""
 _SMALL_BYTES = 4096
-"""JSON objects up to this size in bytes are read at once; of a larger one, the end is read first, to find the brace."""
+"""JSON objects up to this size in bytes are read at once. Of a larger one, the last bytes are read first: they
+must end with the object's closing brace. If not, the file is damaged or contains no JSON, and the rest is not read."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """Matches a JSON string with its quotes, whose brackets begin no list or object."""
 

@@ -125,7 +125,10 @@ class Requests:
             raise answers.stalled(self.url, name, limit_s, answer)
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
-        """Read a whole object; raise if it has more than ``limit`` bytes. ``None`` if there is no such object."""
+        """Read a whole object, such as a small JSON file; return ``None`` if there is no such object.
+
+        Raises an error if the object has more than ``limit`` bytes, before it fills the host's memory.
+        """
         try:
             # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
             beyond = self.read(name, limit, limit + 1)
@@ -133,7 +136,10 @@ class Requests:
             return self.read(name)
         if beyond is None:
             return None
-        raise UnsafeSourceError(f"{self.url}/{name} should have at most {exact_bytes(limit)}, but has more")
+        raise UnsafeSourceError(
+            f"{self.url}/{name} should have at most {exact_bytes(limit)}, as it is read as a whole, but has more. "
+            "It is probably another kind of file; upload the right one"
+        )
 
     def version(self, name: str) -> int:
         """Return a number that changes when an object is replaced; 0 if the object is empty or missing."""
@@ -250,7 +256,10 @@ class Fetch:
         if found.state == "missing":
             return None
         if found.state != "value":
-            raise TransferError(f"{self._requests.url}/{self._name} cannot be read: its state is {found.state!r}")
+            raise TransferError(
+                f"{self._requests.url}/{self._name} cannot be read: the store returned neither bytes nor that it is "
+                f"missing (state {found.state!r} in TensorStore). Try again"
+            )
         return bytes(found.value)
 
     @staticmethod

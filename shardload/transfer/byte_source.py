@@ -58,7 +58,10 @@ MAX_RANGE_UNITS = 4
 so that a round trip hardly counts. Longer requests would leave fewer requests in flight."""
 _MAX_AHEAD_BYTES = 64 << 20
 """Most bytes of memory for ranges of remote files (up to 4 MiB each) that were requested and are not yet used up.
-That is sixteen; each thread may be using two of them, so two threads leave twelve that are on their way."""
+
+Sixteen ranges fit. Each thread may need two of them: one for itself, and one that it shares with a neighbouring block.
+With two threads, this leaves twelve ranges that are on their way.
+"""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
 """Smallest host-memory budget, in bytes, for a load from a remote store: ranges fetched in advance need it."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
@@ -114,7 +117,10 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
 
 
 def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
-    """Verify ``n_bytes`` of a file from ``offset`` on; 0 means that a header has the value: verify the whole file."""
+    """Compare ``n_bytes`` of a file, from byte ``offset`` on, with their digests.
+
+    If ``n_bytes`` is 0, verify the whole file: the value is then not stored by itself, but somewhere in a header.
+    """
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
     verifier.check(path, start, stop)
 
@@ -363,12 +369,20 @@ class _Range:
 
 
 class RangeReads(ByteSource):
-    """Requests ranges of remote files (up to 4 MiB) before blocks need them; verified only if the store does it."""
+    """Requests ranges of remote files (up to 4 MiB) in advance, before blocks (ranges of files to load) need them.
+
+    It does not compare bytes with digests itself. Some stores do so with all bytes that they return
+    (``store.is_verifying``); the bytes of other stores are used without verification.
+    """
 
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Decide which ranges to request for ``blocks``; ``verifier`` is for blocks that do not go through scratch."""
+        """Decide which ranges to request for ``blocks``, all of which pass through scratch memory.
+
+        A load may have other blocks, such as those that a tensor's own reader decodes. They are not read in ranges:
+        ``verifier``, if any, reads and verifies their bytes before they are used.
+        """
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.

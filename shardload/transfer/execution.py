@@ -59,8 +59,9 @@ from shardload.units import exact_bytes
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
 _QUEUED_PER_THREAD = 4
-"""Most jobs per thread that are submitted and not finished (and `BUDGET_PARTS` for all threads). A job reads and copies
-blocks. One of them runs; the others wait, so that the thread has work while the caller is busy."""
+"""Most jobs per thread that are submitted and not finished. A job reads and copies blocks. One of a thread's jobs runs;
+the others wait, so that the thread has work while the caller is busy. All threads together have at most `BUDGET_PARTS`
+such jobs: each may take one of the parts into which the host-memory budget is divided."""
 _JOB_BYTES = 4 << 20
 """Most bytes that one job reads, if it moves many short blocks: 1 ms of reading and copying for 0.1 ms of Python. Small
 plans have smaller jobs, so that every thread gets several."""

@@ -12,11 +12,11 @@ A view is cut into boxes, each of which spans one short run of the file. For thi
 largest first: in this *address order*, later elements lie at higher addresses. A box then has one index in each of the
 first dims, a range in the next dim, and all indices in the rest::
 
-    stored (6, 4), view transposed to (4, 6)      address order: view dims (1, 0), strides (4, 1)
-        0  1  2  3  ┐
-        4  5  6  7  ┘ box 0 = view[:, 0:2]        a box of the view *and* the bytes of elements 0..8
+    stored (6, 4), view transposed to (4, 6)      one step along dim 0 of the view is 1 element of the file
+        0  1  2  3  ┐                             one step along dim 1 is 4 elements: address order is dim 1, dim 0
+        4  5  6  7  ┘ box 0 = view[:, 0:2]        elements 0 to 7, which lie side by side in the file
         8  9 10 11  ┐
-       12 13 14 15  ┘ box 1 = view[:, 2:4]
+       12 13 14 15  ┘ box 1 = view[:, 2:4]        elements 8 to 15
 
 All views of one tensor (for example query, key and value, stored as one fused kernel) are cut at the same rows of the
 tensor, so that they share reads.
@@ -154,7 +154,11 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield regions by file and offset, the order of reading; a decoded tensor (no offset) follows the one before."""
+    """Yield the regions of ``tensors`` (chunks, or whole tensors), each with its tensor, in the order of reading.
+
+    They are sorted by file, then by byte offset. A tensor that a reader decodes has no offset. It is sorted as if it
+    began where the region that ``tensors`` lists before it in the same file ends.
+    """
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []
@@ -170,7 +174,12 @@ def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A box of a view, with its dims sorted by stride, largest first (*address order*), so that `cut` can cut it."""
+    """A box of a view (elements of a stored tensor that a variable needs), with its dims sorted: largest stride first.
+
+    In this *address order*, a step along an earlier dim leads further on in the file than a step along a later one. A
+    range of the first dim, with all indices of the others, then spans one part of the file. `cut` divides the box into
+    such parts, which are read one by one.
+    """
 
     order: tuple[int, ...]
     """The view's dim numbers, largest stride first."""
@@ -226,7 +235,10 @@ def is_injective(view: View) -> bool:
 
 
 def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """Return the length of runs of elements that are contiguous by both strides, and how many dims are outside of runs.
+    """Return how many elements are contiguous both in the file and in a shard, and how many dims step between runs.
+
+    ``shape`` is that of the elements to move, ``source`` their strides in the file, and ``target`` those in the shard.
+    A run of contiguous elements can be moved at once. The innermost dims form the run; the others step from run to run.
 
     Example: shape (8, 6), strides (12, 1) in the file and (6, 1) in a shard: runs of 6 elements, 1 dim outside.
     """
@@ -240,8 +252,8 @@ def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tupl
 def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
     """Cut a box of a tensor into boxes that are read one by one: each spans at most ``limit`` elements of the tensor.
 
-    A box *spans* the elements from its first to its last in memory, with any gaps between them; a gap is shorter than
-    ``skip`` elements. Boxes are yielded in address order.
+    A box *spans* all stored elements from its first to its last. Elements between them that the box does not contain
+    are gaps: they are read, too. A gap is shorter than ``skip`` elements. Boxes are yielded in address order.
     """
     if 0 in whole.shape:
         return

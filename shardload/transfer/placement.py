@@ -103,7 +103,11 @@ def _widened(array: Any, *, dtype: Any) -> Any:
 
 
 def widen(array: Any, *, dtype: Any) -> Any:
-    """Cast an array to a wider dtype on its devices; if other processes have some shards, each local shard alone."""
+    """Cast an array to a wider dtype on its devices.
+
+    If other processes have some of its shards, this process casts each of its own shards separately. One cast of the
+    whole array would have to wait until all processes start it, and they finish variables in different orders.
+    """
     # Every process would have to start a program over all devices in the same order, and they finish variables in any.
     if array.is_fully_addressable:
         return _widened(array, dtype=dtype)
@@ -142,9 +146,11 @@ class IncrementalArray:
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:
-        """Upload ``pieces`` into shards; per shard, by its box: the piece's box of the variable, and a host buffer.
+        """Upload one piece of each shard in ``pieces``, and write it into its place in the shard on the device.
 
-        Return arrays on the devices; once they are ready, the host buffers may be reused.
+        A key of ``pieces`` is the box of the variable that the shard stores. The value is the box of the variable that
+        the piece covers, and the host buffer with its elements. Return the pieces as arrays on the devices; once they
+        are ready, the host buffers may be reused.
         """
         uploaded = []
         for device, (bounds, shard) in self.shards.items():
@@ -251,13 +257,17 @@ class Chunk:
     n_bytes: int = 0
     """Bytes that the chunk's buffers take from the host-memory budget."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
-    """For each shard, by its box: the box of the variable that shard and chunk share, and the host buffer for it."""
+    """The host buffers of the chunk, one for each shard that overlaps it. A key is the box of the variable that the
+    shard stores. The value is the part of this box that is in the chunk, and the buffer for its elements."""
     stack: StackedShards | None = None
     """All buffers as one array, if the buffers have one shape and follow each other along one dim."""
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
-        """For each shard that overlaps the chunk: the box of the variable that both the shard and the chunk contain."""
+        """The boxes of the variable that this chunk shares with shards, one for each shard that overlaps the chunk.
+
+        A key is the box of the variable that the shard stores; the value is the part of it that is in the chunk.
+        """
         if self.box.shape == self.variable.binding.view.shape:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
@@ -286,7 +296,10 @@ class Chunk:
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:
-        """Return the copies that move a block's piece to this chunk's buffers; ``by_rows``: a few rows at a time."""
+        """Return the copies that move the piece of this variable in a block from scratch to this chunk's host buffers.
+
+        ``by_rows`` says that scratch holds only a few rows of the block at a time.
+        """
         if self.stack is not None and (part := self.stack.part(piece, by_rows=by_rows)) is not None:
             return [part]
         found = []
@@ -346,7 +359,11 @@ def limited_chunks(
 def _grouped(
     variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
-    """Join a variable's pieces into chunks of at most ``limit`` bytes; return each with its (block, piece) indices."""
+    """Join pieces of a variable into chunks of at most ``limit`` bytes, which are placed on devices one by one.
+
+    An item of ``pieces`` is a block's index, the index of the piece in this block, and the piece's box of the variable.
+    Each chunk is returned with the two indices of all its pieces.
+    """
     whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
     if sum(b.size for b in variable.shards) * itemsize <= limit:

@@ -154,11 +154,16 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
 
 
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
-    """Return the smallest host-memory budget that can decode each chunk of a tensor; 0 if no chunk decodes as a whole.
+    """Return the smallest host-memory budget, in bytes, with which every chunk of a tensor can be decoded.
 
-    With ``through_units``, for verified or remote reads, scratch and units (MiB of files) take half of the budget, or
-    `_CHECKING_BYTES` if that is less. Otherwise, scratch takes a quarter, or `SCRATCH_BYTES` if that is less. With
-    ``uploads``, the shards are staged on the host too, and take at most half of the rest.
+    It is 0 if no chunk has to be decoded as a whole. Other things take their share of the budget first. What they leave
+    must have room for the encoded bytes of a chunk and twice its decoded bytes:
+
+    * ``through_units``: bytes are verified or come from a remote store. The threads' scratch memory and the parts of
+      files that are kept or requested in advance then take half of the budget, but at most 128 MiB (`_CHECKING_BYTES`).
+    * Otherwise, scratch memory takes a quarter of the budget, but at most 64 MiB (`SCRATCH_BYTES`).
+    * ``uploads``: shards are filled in host memory and then copied to devices. They get half of what is left, so twice
+      the decoded size of a chunk is added.
     """
     most = max((region.unpacking_bytes(tensor.dtype) for region in regions(tensor)), default=0)
     if not most:
@@ -174,13 +179,17 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A region of a tensor (one chunk, or all of it) and the part of each variable in it; they are cut together."""
+    """A region of a tensor (one chunk, or all of it), and the parts of variables whose elements are in it.
+
+    The planner cuts all these parts into blocks (ranges of a file) at the same time, so that bytes that two variables
+    need are in one block, and are read once.
+    """
 
     tensor: Tensor
     region: Region
     views: Mapping[int, RegionView]
-    """Each variable that has elements in this region, by its index in the plan's ``bindings``: its view of the
-    region."""
+    """The part of each variable that is in this region. Keys are indices in the plan's list of variables, ``bindings``.
+    Variables without elements in the region are left out."""
 
     def key(self, bindings: Sequence[Binding]) -> Hashable:
         """Return a key that is equal for parts that are cut alike, so that repeated layers are planned only once."""
@@ -193,7 +202,11 @@ class TensorPart:
 
     @property
     def row_elements(self) -> int:
-        """Elements per row, for copies by rows: the largest stride of the views; if it differs, the region's size."""
+        """Number of elements in a row of the region, for blocks that are copied to shards row by row.
+
+        It is the largest stride of the variables' views, because the dim with that stride steps from row to row. If two
+        views have different largest strides, there are no common rows: the whole region counts as one row.
+        """
         strides = {largest_stride(seen.view) for seen in self.views.values()}
         return max(1, strides.pop() if len(strides) == 1 else self.region.size)
 
@@ -336,7 +349,11 @@ class Planner:
         return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Return the most bytes that a block of a region reads; if rows only decode together, a multiple of these."""
+        """Return the most bytes that one block (a range of a file) of this region reads.
+
+        If a reader decodes the tensor, it decodes whole rows, or several rows together (a unit). A block then consists
+        of whole units, so the result is a multiple of a unit's bytes. If a unit is too long, a row takes its place.
+        """
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
@@ -383,9 +400,11 @@ class Planner:
         )
 
     def _row_elements(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
-        """Return the number of elements in a row of a stored tensor if a block of it can be copied row by row, else 0.
+        """Return how many elements a row of the tensor has if a block of it can be copied to shards row by row, else 0.
 
-        It can if the part of the block that each variable needs lies within a row, or repeats from row to row.
+        Such a block passes through scratch memory a few rows at a time. A variable must need the same elements of each
+        of its rows, and they must not run over the end of a row: the same copy is then repeated for all rows. Besides,
+        two rows must fit into scratch.
         """
         row_elements = part.row_elements
         if 2 * row_elements * part.tensor.dtype.itemsize > STAGED_BYTES:
@@ -406,7 +425,10 @@ class Planner:
         return elements * max((d.itemsize for d in wanted), default=0)
 
     def staged_bytes(self, block: Block) -> int:
-        """Return the size of all local shards that a block writes to (whole, padded); uploads hold them in memory."""
+        """Return the bytes of all shards of this process that a block writes to: each shard whole, with its padding.
+
+        A load that uploads shards holds them in host memory while it fills them.
+        """
         used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
@@ -443,7 +465,11 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
 
 
 def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
-    """Join ranges (start, stop, piece) that touch into blocks of at most ``limit`` elements, or of one longer range."""
+    """Join ranges of elements that touch or overlap into blocks; yield each block's start, stop and pieces.
+
+    A block has at most ``limit`` elements, unless a single range is longer. An item of ``spans``, which are sorted, is
+    the start and stop of a range, and the piece of a variable that is in it.
+    """
     held: list[BlockPiece] = []
     first = last = 0
     for start, stop, piece in spans:

@@ -4,14 +4,15 @@ A block in scratch is flat memory. NumPy strides select the elements of a variab
 order, so a transpose is an ordinary strided copy::
 
     scratch   row 0 ────── row_bytes ──────│ 64 │ row 1 ────────────│ 64 │ …        pitch = row + 64 bytes
-              dst[c, r] = src[c, r]     src walks down the rows: one row per element
+    transpose shard[c, r] = element c of row r: along its last dim, each next element comes from the next row
 
 Without the padding of 64 bytes, a walk down rows of 4 KiB hits the same few cache sets over and over, at 1.0 GB/s per
 core. With padding, it copies 5.4 GB/s (2-byte elements, block of 1 MiB, in L2); tiles would not make it faster.
 
 Copies without a cast use unsigned integers of the element's size: NumPy would convert ``ml_dtypes`` arrays element
-by element and hold the GIL. A run of elements that goes to a shard unchanged is copied as one large element. Two
-threads then divide rows into runs of 576 bytes at 11.5 GB/s; a scatter read does it at 10 GB/s.
+by element and hold the GIL. A run of elements that goes to a shard unchanged is copied as one large element. For
+example, if each row is divided among shards in runs of 576 bytes, two threads copy 11.5 GB/s from scratch. A scatter
+read, which moves the same runs from the file straight to the shards, reaches 10 GB/s.
 """
 
 from __future__ import annotations
@@ -153,9 +154,10 @@ class RowCopy:
 
 
 def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
-    """Return a dtype as long as a run of contiguous elements, to copy the run as one element; ``None`` without runs.
+    """Return a dtype whose elements are as long as a run of contiguous elements, so that NumPy copies a run as one.
 
-    Runs are halved until there are more than `_UNLOCKED` of them: then NumPy releases the GIL while it copies.
+    NumPy releases the GIL only if it copies more than `_UNLOCKED` elements. If there are too few runs for this, they
+    are halved until there are enough. ``None`` if no elements are contiguous, or if halving does not yield enough runs.
     """
     itemsize = target.itemsize
     if len(shape) < 2 or target.strides[-1] != itemsize or strides[-1] != itemsize:

@@ -168,7 +168,10 @@ class Task:
 
     @classmethod
     def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
-        """Prepare a block's move. Best before reads begin: later, copying empties the CPU's caches and slows Python."""
+        """Compute all that moving a block needs before it is read.
+
+        This is best done before the first read: once threads copy, they empty the CPU's caches, which slows Python.
+        """
         itemsize = tensor.dtype.itemsize
         if block.how == "direct":
             return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts])
@@ -317,6 +320,10 @@ class BlockCopier:
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
-    """Return how a staged block lies in ``scratch``: in padded rows of ``row`` elements, or if 0, without padding."""
+    """Describe how a block, which passes through a thread's scratch memory, lies in that memory.
+
+    ``row`` is the number of elements per row if `PAD_BYTES` bytes of padding follow each row. If it is 0, all elements
+    follow each other without padding.
+    """
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
