@@ -38,7 +38,11 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive row ranges of a tensor, of at most ``limit_bytes`` each (more if rows only decode together)."""
+    """Yield consecutive row ranges of a tensor, of at most ``limit_bytes`` each.
+
+    A range has at least one row, and never divides rows that are stored in one chunk or are only decoded together. It
+    may then have more bytes.
+    """
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):

@@ -83,7 +83,10 @@ class WorkerThreads(Generic[T]):
         self._table.jobs.put((job, work))
 
     def collect(self, at_least: int = 1) -> list[Completed[T]]:
-        """Wait until ``at_least`` jobs have finished, or all, or one has failed; return all jobs that have finished."""
+        """Return all jobs that have finished since the last call; wait until there are ``at_least`` of them.
+
+        The wait ends earlier if fewer jobs are in flight and all of these have finished, or if a job has failed.
+        """
         table = self._table
         # Set before looking: a worker that finishes in between sees the new number and wakes us.
         table.wanted = max(1, min(at_least, self.in_flight))
@@ -160,11 +163,13 @@ class Task:
     parts: list[CopyPart]
     """What to copy to which shard buffer: the boxes of variables that lie inside the block."""
     grids: Sequence[Grid] = ()
-    """For a direct block, read straight into shards: where each contiguous run of the file goes, a grid per part."""
+    """For a direct block, which is read straight into shards: one grid for each of ``parts``. It says where contiguous
+    bytes of the part begin in the file, how many they are, and to which memory addresses they go."""
     row: int = 0
     """Elements from the start of one row to the next in scratch memory, if rows are padded there; otherwise 0."""
     row_copies: Sequence[RowCopy] = ()
-    """For a staged block that goes through scratch a few rows at a time: the `RowCopy` of each of ``parts``."""
+    """For a block that goes through scratch a few rows at a time: for each of ``parts``, the copy to repeat for
+    the rows that have just been read. Empty for other blocks."""
 
     @classmethod
     def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
