@@ -80,7 +80,10 @@ _Layouts = Mapping[int, Layout] | Sequence[Layout]
 
 
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
-    """A bound model's distribution: uses each variable's own layout, and replicates batches that do not divide."""
+    """The Keras distribution of a bound model, which `bind` has put on a mesh; set while one of its methods runs.
+
+    Each variable has a layout of its own. A batch that the mesh's batch axis does not divide is replicated.
+    """
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch
 
@@ -101,7 +104,8 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
     def get_variable_layout(self, variable: Variable) -> Any:
         """Return a variable's layout: its own, else that of a bound variable with its path, else a replicated one.
 
-        The second case is that of a kernel that Keras' ``quantize`` has put in place of the bound one.
+        Keras' ``quantize`` replaces a kernel by a new variable with the same path and no layout. If it also has the
+        same shape, it gets the layout that was chosen for the old kernel.
         """
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:

@@ -170,6 +170,10 @@ def run_forward(
 
 
 def scaled_loss(optimizer: Any, values: Sequence[Any], loss: Any) -> Any:
-    """Return the loss to differentiate: ``LossScaleOptimizer`` multiplies it by its scale, one of the ``values``."""
+    """Return the loss to differentiate: the given loss, multiplied by the optimizer's loss scale if it has one.
+
+    ``values`` are the current values of ``optimizer.variables``, in the same order. A ``LossScaleOptimizer`` keeps its
+    scale in one of these variables.
+    """
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
         return optimizer.scale_loss(loss)

@@ -15,7 +15,11 @@ _OF_KERAS = (keras.distribution.ModelParallel.get_variable_layout, keras.distrib
 
 
 def current() -> Any:
-    """Return the distribution that the user has set; ``None`` if there is none, or inside a method of a bound model."""
+    """Return the Keras distribution that the user has set in this thread; ``None`` if there is none.
+
+    A bound model (one that shardload has put on a mesh) sets a distribution of its own while one of its methods runs.
+    That is not the user's: the result is ``None`` there, too.
+    """
     found = keras.distribution.distribution()
     return None if isinstance(found, MeshParallel) else found
 
@@ -51,5 +55,8 @@ def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
 
 
 def activation_layouts(layout_map: Any) -> Callable[[str], Any]:
-    """Return a function, as `bind` takes it, from the path of a layer's output to its layout in a layout map."""
+    """Return a function from the path of a layer's output to the layout that a layout map gives it, or ``None``.
+
+    `bind` takes such a function, to split outputs of layers while a model runs.
+    """
     return lambda path: layout_map[path]

@@ -62,10 +62,14 @@ class Interception:
 
     handler: _Handler
     is_open: bool = True
+    """False once the block has ended; a thread that was started in it may still refer to it."""
 
 
 _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points", default=())
-"""The `calls_to` blocks around the current code, outermost first; a thread's copy may have some that have ended."""
+"""The `calls_to` blocks around the current code, outermost first.
+
+A thread or task may get a copy of this tuple and outlive a block in it: blocks whose ``is_open`` is false are ignored.
+"""
 
 
 @contextmanager
@@ -109,7 +113,11 @@ def _handler() -> _Handler | None:
 def _through(
     kind: _CallKind, text: Callable[[dict[str, Any]], str]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: the function's calls go to the handler of the innermost `calls_to`, as `EntryCall`."""
+    """Return a decorator for a loading function of Keras: its calls inside a `calls_to` block go to the handler.
+
+    The handler gets an `EntryCall` of this ``kind``. ``text`` is a function from the arguments of the call, by name, to
+    the code that messages show for it: ``keras.saving.load_model('a.keras')``. Outside of blocks, Keras' function runs.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -130,7 +138,11 @@ def _through(
 
 
 def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Keras' ``load_weights`` to intercept Orbax checkpoints only; for files, it calls other wrapped functions."""
+    """Wrap Keras' ``load_weights``: inside `calls_to`, a call for an Orbax checkpoint (a folder) goes to the handler.
+
+    Calls for files are left alone here. Keras passes them on to an inner function for their format, such as
+    ``load_weights_only``, and that function is wrapped itself.
+    """
     intercepted = _through("weights", _weights_text)(original)
 
     @functools.wraps(original)
@@ -245,13 +257,18 @@ def _of_preset(loader: Any, kind: _CallKind, method: Callable[..., Any]) -> Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Converter:
-    """Stands in for a ``convert_*`` module of KerasHub: passes on the models that it should fill with weights."""
+    """Replaces a ``convert_*`` module of KerasHub, which copies weights from a Hugging Face checkpoint into a model.
+
+    It copies nothing, but passes the model to ``collect``: shardload loads the weights afterwards.
+    """
 
     module: Any
+    """The module of KerasHub; everything but the copying of weights is still done by it."""
     collect: Callable[[str, Any], None]
+    """Function that gets ``"backbone"`` or ``"head"``, and the model that the module would have filled with weights."""
 
     def convert_weights(self, backbone: Any, loader: Any, config: Any) -> None:
-        """Pass the backbone to ``collect`` instead of filling it with weights."""
+        """Pass the backbone to ``collect``, which notes it for shardload to fill; copy no weights, unlike KerasHub."""
         self.collect("backbone", backbone)
 
     def __getattr__(self, name: str) -> Any:

@@ -23,7 +23,11 @@ from shardload.sharding.layout import Layout
 from shardload.units import plural
 
 FLOAT32_UPDATE = "float32_update"
-"""JAX name scope of an update's operations, by which estimates know arrays that stay float32 in a 16-bit model."""
+"""JAX name scope in which a `JointOptimizer` updates the weights, in float32 even if the model is 16-bit.
+
+Memory estimates for a 16-bit model halve the float32 arrays of a step that was compiled in float32. Arrays that the
+compiled step exchanges between devices under this name keep their size.
+"""
 
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -129,7 +133,11 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.update_all(grads, trainable_variables, learning_rate)
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
-        """Do nothing: `update_all` applies weight decay, because it may change the learning rate or skip the update."""
+        """Do nothing: `update_all` applies weight decay itself.
+
+        Keras calls this before each update, and would shrink the weights in proportion to the learning rate. But
+        `update_all` may use another rate for some weights, or skip their update; the decay must then follow.
+        """
 
 
 def sharding_on_mesh(variable: Variable) -> NamedSharding | None:

@@ -79,11 +79,12 @@ class _PolicyDiffersError(UnsupportedError):
 
 
 def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
-    """Return the model that ``make`` builds under the global dtype policy that the saved model was built under.
+    """Build a model by ``make``, under the global dtype policy that the saved model was built under; return it.
 
-    A step does not store that policy, so two are tried: the model's own policy and the global policy that is set now.
-    ``make`` may be called twice; the right policy is the one that gives the layers their saved policies. ``has_dtype``
-    says that the configuration states the model's own policy; the global policy is tried first then.
+    A step does not store that global policy. So the policy of the model itself, from the settings ``saved``, is tried
+    as the global one first. If ``make`` then fails because layers get other policies than the saved ones, it is called
+    again under the global policy that is set now. With ``has_dtype``, the configuration states the model's policy, so
+    the global one was probably different: the order is reversed. If ``dtype`` is given, only that policy is used.
     """
     top = saved.get("", {}) if isinstance(saved, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
@@ -108,8 +109,8 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
 def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
     """Apply saved settings (untrusted input) to the layers of a model that was just built in `shardload.abstract`.
 
-    Settings of layers that the model lacks are skipped: loading the weights of these raises a clearer error later.
-    With ``any_policy``, layers may have other dtype policies than the saved ones.
+    Settings of layers that the model lacks are skipped: loading the weights of these raises a clearer error later. If a
+    layer has another dtype policy than the saved one, an error is raised, but not with ``any_policy``.
     """
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     layers = saved_objects(model)

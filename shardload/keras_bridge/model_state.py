@@ -67,10 +67,10 @@ def weights_of(model: Model) -> list[Variable]:
 
 
 def trained_variables(model: Model) -> list[Variable]:
-    """Return the weights that training changes: trainable ones, and those that trainable layers update themselves.
+    """Return the variables that training changes: trainable weights and moving statistics.
 
-    The latter are moving statistics, as of ``BatchNormalization``. Other values of quantised layers are left out: they
-    are constants.
+    Moving statistics, as of ``BatchNormalization``, are the non-trainable floats of trainable layers. A quantised layer
+    has non-trainable floats, too: the scales of its kernel. These are constants, so they are left out.
     """
     found = list(model.trainable_variables)
     # Only floats: the states of seed generators are integers.
@@ -286,7 +286,10 @@ def own_layers(model: Model) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """A copy of an unbuilt optimizer's attributes: after a build, to count slots, say, `restore` undoes the build."""
+    """A copy of the attributes of an optimizer that is not built yet, from which `restore` makes it unbuilt again.
+
+    It is taken before an optimizer is built only to look at it (to count its slots, say), or for a load that may fail.
+    """
 
     parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
     """(object, its attributes, (container, copy of its items), …): for the optimizer, those that it wraps, and the
@@ -306,7 +309,11 @@ class OptimizerState:
         return cls(tuple(parts))
 
     def restore(self) -> None:
-        """Put the recorded attributes and items back, past Keras' setters, which would register them a second time."""
+        """Undo a build: give the optimizers their recorded attributes, and their lists, dicts and sets the old items.
+
+        Attributes are set in ``__dict__``, and items by methods of the plain containers: Keras' own setters and
+        containers would register the variables a second time.
+        """
         for target, attributes, containers in self.parts:
             vars(target).clear()
             vars(target).update(attributes)

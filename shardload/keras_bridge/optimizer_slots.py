@@ -38,7 +38,11 @@ class SlotSpread:
     """Names of mesh axes; or ``batch``: the axis that splits the batch; or ``every``: all axes, the batch axis last."""
 
     def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
-        """Return the axes of ``mesh`` that split slots; ``batch_axis`` is the axis that splits batches, if given."""
+        """Return the axes of ``mesh`` that split slots.
+
+        ``batch_axis`` is the axis that splits batches. Without it, that is the axis which the user's distribution
+        names, or the mesh's usual one.
+        """
         # The user's distribution may split the batch over another axis than the mesh's usual one.
         own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
         batch = batch_axis or (own if own in mesh.axes else mesh.batch_axis)
@@ -51,7 +55,11 @@ class SlotSpread:
                 return names
 
     def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
-        """Return the layout of a slot of this ``shape``: ``layout``, that of its weight, split over more axes."""
+        """Return the layout of a slot of this ``shape``: ``layout``, that of its weight, split over more axes.
+
+        ``batch_axis`` is the mesh axis that splits batches. Without it, that is the axis which the user's distribution
+        names, or the mesh's usual one. Only ``axes`` of ``"batch"`` or ``"every"`` depend on it.
+        """
         return spread(layout, shape, self.on(layout.mesh, batch_axis))
 
 
@@ -170,13 +178,19 @@ def as_described(described: Any) -> Any:
 
 
 _OF_EVERY_CLASS = {"iteration", "learning_rate", "step_counter", "dynamic_scale", "accumulated_gradients"}
-"""Attributes that Keras adds to optimizers of every class, also users' own, so that `start_of` knows their values."""
+"""Names of optimizer variables that Keras' own code creates, even if a user has written the optimizer's class.
+
+Their initial values are those that Keras gives them. Those of other variables in a user's class are not known.
+"""
 Start: TypeAlias = Variable | keras.initializers.Initializer | float
 """The initial value of a slot: the value of a weight, what an initializer computes, or a constant."""
 
 
 def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start | None:
-    """Return the value that variables in an optimizer's attribute (``momentums``) start with; ``None`` if not known."""
+    """Return the initial value of the variables in an optimizer's attribute (``momentums``); ``None`` if not known.
+
+    ``weight`` is the weight that the variable belongs to: a moving average of weights starts with its value.
+    """
     inner, kind = innermost(optimizer), kind_of(optimizer)
     if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
         return weight
@@ -224,7 +238,10 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
-    """Yield (variable, weight) for an optimizer's variables, but no scalars; if not a slot, the weight is ``None``."""
+    """Yield (variable, weight) for the variables of an optimizer, without scalars such as its count of batches.
+
+    The weight is the one that the variable is a slot of; ``None`` for variables that belong to no weight.
+    """
     seen = set[int]()
     for part in optimizers_in(optimizer):
         # `_variables` lists everything; by chance it may have as many entries as there are weights.
@@ -245,7 +262,10 @@ def spread_of(optimizer: Any) -> SlotSpread | None:
 
 
 def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
-    """Split slots that an optimizer creates from now on as ``chosen``; ``None``: like their weights, as in Keras."""
+    """Make an optimizer split the slots that it creates from now on over the further mesh axes in ``chosen``.
+
+    With ``None``, it splits them as their weights are split, which is what Keras does.
+    """
     for part in optimizers_in(optimizer):
         # Into __dict__, because Keras tracks attributes that setattr sets.
         part.__dict__.pop(_METHOD, None)

@@ -63,7 +63,11 @@ class Patches:
 
 
 def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Turn ``function(original, *args)`` into the third item of a `Patch`: it makes a replacement for an original."""
+    """Decorate the replacement of a third-party function; it gets the replaced function as its first argument.
+
+    The result is a function, as a `Patch` needs it: from the original to what is put in its place. A call of that,
+    ``replaced(*args)``, calls ``function(original, *args)``.
+    """
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)

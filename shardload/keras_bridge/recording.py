@@ -218,8 +218,8 @@ def is_tracing_error(error: Exception | None) -> bool:
 def quantize_without_values(layer: Any) -> None:
     """Quantise a layer whose kernel has no value: do all that ``layer.quantize("int8")`` does, but compute no numbers.
 
-    If the layer's policy is a ``DTypePolicyMap`` (path → policy), for which Keras' hooks store no scale, it is first
-    replaced by the layer's own entry of the map.
+    If the layer's dtype policy is a ``DTypePolicyMap`` (path of a layer → policy), the layer first gets the entry for
+    its own path instead. With the map, Keras' ``save_own_variables`` would omit the scale of the quantised kernel.
     """
     policy = getattr(layer, "_dtype_policy", None)
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):

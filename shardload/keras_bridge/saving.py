@@ -69,7 +69,11 @@ class StateSource(Protocol):
         """Return key → value, for ``load_own_variables`` of the saveable (layer or optimizer) at ``path``."""
 
     def has_path(self, path: str) -> bool:
-        """Whether anything is stored below ``path``; Keras asks this for lists of layers, which old files lack."""
+        """Whether anything is stored below ``path``.
+
+        Keras asks this before it loads lists and dicts of layers that are inside others. Older versions of Keras saved
+        nothing for these, and Keras then skips them.
+        """
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
         """Return a context in which Keras loads a saveable; yields a function to call with the error, or ``None``."""
@@ -163,7 +167,11 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
 
 
 def stored_by_hook(saveable: Any) -> dict[str, Variable]:
-    """Return key → variable for those that ``save_own_variables`` stores unchanged; kernels are without LoRA."""
+    """Return the variables that an object's ``save_own_variables`` stores as they are, by the key it stores them under.
+
+    Values that it computes are left out. If LoRA is on in a layer, the method runs as if it were off: otherwise it
+    would compute the sum of the kernel and LoRA's product, and the kernel would be left out, too.
+    """
     stored = _run_hook(saveable) or {}  # if it needs values, callers name its variables by attribute
     return {key: value for key, value in stored.items() if isinstance(value, JaxVariable)}
 
@@ -194,7 +202,8 @@ class SavedLayout:
     names: Mapping[str, str]
     """Group (``layers/dense/vars``) → name of the layer, metric or other object that is saved there."""
     computing: tuple[tuple[str, Any], ...]
-    """(path, object) of each object whose ``save_own_variables`` stores more than variables; not in ``variables``."""
+    """(path, object) of each object whose ``save_own_variables`` also stores values that it computes from variables, or
+    fails without real values. None of what it stores is in ``variables``."""
     optimizers: Mapping[str, Any]
     """Path → optimizer, except the compiled one; ``variables`` does not have the state of any optimizer."""
 

@@ -129,10 +129,12 @@ def relocate(variable: Variable, sharding: Any) -> None:
 
 
 def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
-    """Turn a value on a mesh of one device into an array on no mesh, as Keras makes without a layout; copy nothing.
+    """Turn a variable's value on a mesh of one device into an ordinary array on that device; copy nothing.
 
-    If it is to be ``committed``, JAX will refuse to combine it with arrays on other devices. Returns whether the value
-    was changed.
+    Keras itself creates ordinary arrays for variables without a layout. When shardload loads in Keras' place, it uses a
+    mesh of one device, and calls this afterwards.
+    With ``committed``, the array is bound to its device: JAX then refuses to combine it with arrays on other devices.
+    Returns whether the value was changed: not if the variable has a layout, or its value is on no mesh.
     """
     value = variable._value
     if variable._layout is not None or not isinstance(getattr(value, "sharding", None), jax.sharding.NamedSharding):
@@ -172,7 +174,10 @@ def current_value(variable: Variable) -> jax.Array | None:
 
 
 def restore_value(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
-    """Undo an assignment: give a variable back its previous value and its previous initialiser (`pending_of`)."""
+    """Undo an assignment: give a variable back the value and the initialiser that it had before.
+
+    Before the assignment, `current_value` returns the value, and `pending_of` the initialiser.
+    """
     variable._value = value
     variable._initializer = initializer
 

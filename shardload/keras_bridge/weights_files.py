@@ -52,8 +52,9 @@ def dataset(path: str, key: str) -> str:
 def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
     """Return what Keras' own ``save_weights`` would write for ``model``, without the objects in ``skip``.
 
-    Calls ``save_own_variables`` of all other objects, which must store variables only: skip those that are listed in
-    `SavedLayout.computing`.
+    Calls ``save_own_variables`` of all other objects. These must store variables as they are: for a value that an
+    object computes when it is saved, such as a resized embedding, the variables would need values. `SavedLayout` lists
+    such objects under ``computing``; skip them.
     """
     store = _ListingStore()
     # Variables without a value read as zeros there, instead of raising.
@@ -73,7 +74,10 @@ def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
 
 
 def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (), is_index: bool = False) -> None:
-    """Check a file that was just written: raise unless Keras finds in it all of ``listing`` but ``omitted`` paths."""
+    """Check a file that was just written: raise unless Keras finds in it all of ``listing`` but ``omitted`` paths.
+
+    ``is_index`` tells that the file is the index of weights in several files, in ``.weights.json`` format.
+    """
     wanted = {path: keys for path, keys in listing.groups.items() if path not in omitted}
     found = found_by_keras(file, wanted, is_index=is_index)
     for path, keys in wanted.items():
@@ -93,7 +97,11 @@ def _form(form: _Form | None) -> str:
 
 
 def found_by_keras(path: Path, groups: _Groups, *, is_index: bool) -> _Groups:
-    """Return the shapes and dtypes that Keras' own reader finds where it looks for ``groups``; read no values."""
+    """Return shape and dtype of all arrays that Keras' own reader finds for the objects in ``groups``; read no values.
+
+    ``groups`` has the path of each object in the file, and the keys under which the object would look for arrays.
+    ``is_index`` tells that the file is the index of weights in several files, in ``.weights.json`` format.
+    """
 
     def entry(store: Any, keys: Iterable[str]) -> dict[str, _Form]:
         # Layers count the keys of the outermost level, and their hooks may ask for keys below them.

@@ -34,8 +34,11 @@ class ByteCounts:
     needed: int
     """Bytes in the checkpoint's files that store values which the model's variables need."""
     read: int
-    """Bytes read from disk; more than ``needed`` if skipping would have taken longer than reading, or if tensors were
-    compared to find copies (`LoadReport.outside`)."""
+    """Bytes read from disk: more than ``needed`` if reading a gap was faster than skipping it.
+
+    A tensor that no variable uses also counts if it was read to check that the model does not need it: because all its
+    values are zero, or because it is a copy of a tensor that is loaded.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +113,20 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Mismatched:
-    """A variable that was not loaded because its tensor has another shape."""
+    """A variable that was not loaded because its tensor has another shape, or because its layer cannot take it.
+
+    A layer cannot take its tensors if its ``load_own_variables`` raises an error, or if its LoRA rank or alpha differs
+    from the saved one.
+    """
 
     variable: str
+    """Path of the variable; that of the layer, or of its first variable, if the whole layer is meant."""
     tensor: str
-    """Name of the tensor; empty if a layer raised before it read any tensor."""
+    """Name of the tensor; empty if there is no single one: the value was computed, say, or the whole layer is meant."""
     expected: tuple[int, ...] | None
-    """The variable's shape; ``None`` if a layer raised for another reason."""
+    """The variable's shape; ``None`` if shapes are not what differs."""
     found: tuple[int, ...] | None
-    """The tensor's shape in the checkpoint."""
+    """The shape in the checkpoint; ``None`` if shapes are not what differs."""
 
 
 @dataclass(frozen=True, slots=True)

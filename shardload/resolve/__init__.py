@@ -117,7 +117,10 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
 
 
 def endings() -> tuple[str, ...]:
-    """Return the file endings that a name may omit (``.gguf``), first those of formats that describe their model."""
+    """Return the file endings (``.gguf``) that a name of a file in the checkpoint root may omit, in the order to try.
+
+    Formats that come with the model's configuration are first: from these, a model can be built, not only filled.
+    """
     every = sorted(specs(), key=lambda spec: spec.described_by is None)
     return tuple(spec.endings[0] for spec in every if spec.endings)
 
@@ -156,7 +159,11 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Return a name with its right upper and lower case, and ``_`` for ``-`` in architectures, as users mistype it."""
+    """Return a name as it should be spelled, if a user has mistyped upper and lower case, or ``-`` for ``_``.
+
+    A name in the checkpoint root gets the case that it has there; all others are lower case. Only in names of
+    architectures and aliases (``gemma2-9b``), each ``-`` becomes ``_``.
+    """
     if _in_root(name):
         return name
     lower = name.lower()

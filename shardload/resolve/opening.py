@@ -52,11 +52,13 @@ def open_source(
     Args:
         source: A path, name, handle or address; or a location in any store.
         format: Name of the format that the source must have; ``None`` for any.
-        described: Whether to open the folder of a single file instead, if its configuration describes the file's model.
+        described: Whether the model's configuration is needed, too. Then, instead of a single weights file, its whole
+            folder is opened if the ``config.json`` in that folder describes the model in the file.
         verify: Return a checker for the bytes, if the source has digests; false if only headers are read.
         weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
         step: Which step of a folder of training steps to open: a number, ``"latest"`` or ``"best"``.
-        ignore_config: Fields of its configuration that the model may differ from, for a source without weights.
+        ignore_config: Names of fields of a Hugging Face ``config.json``. A plan without weights may build a KerasHub
+            model from it, to list the tensors; in these fields, the model may differ from the configuration.
     """
     known = format_names()
     if format is not None and not (isinstance(format, str) and format in known):
@@ -110,7 +112,12 @@ def open_source(
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
-    """Find what a source refers to; with ``described``, a file's folder if its configuration is of the file's model."""
+    """Return the path, or the architecture, that a source refers to.
+
+    With ``described``, the caller needs the model's configuration, too. For a single weights file, the result is then
+    its folder, if the ``config.json`` in that folder describes the model in the file. Without ``weights``, the result
+    for a ``config.json`` is its folder, too.
+    """
     resolved = resolve(source, weights=weights)
     if resolved.architecture is not None:
         return resolved
@@ -126,9 +133,11 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
 def _without_weights(
     resolved: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
 ) -> OpenedSource | None:
-    """Open a source by its configuration alone, to plan; ``None`` if it has none, or has weights to open instead.
+    """Open a source by its configuration alone, to plan a load before the weights are on this machine.
 
-    With ``with_weights``, its weights do not matter, as if it had none.
+    The source is an architecture, a configuration file, or a folder with a configuration. The result is ``None`` if
+    there is no configuration. It is also ``None`` for a folder that contains weights, because the caller should open
+    those; but ``with_weights`` allows weights in the folder, and does not look at them.
     """
     from shardload.hub.described import with_tensors
 
