@@ -16,9 +16,8 @@ may surround ``of``, and no letter or digit may follow the second number::
     model-00002-of-00003.safetensors            00002-of-00003.safetensors            model (2 of 3).safetensors
     model-00002-of-00003.fp16.safetensors       model-part2of3-Q4_K_M.gguf            model-00002-of-000163.safetensors
 
-The names of one checkpoint's parts differ in the first number only, so parts with ``.fp16`` are another checkpoint.
-Either all parts are opened, or an error names the missing ones. A file that only seems to be a part
-(``weights-3-of-5-epochs``) is refused too: loading half a checkpoint as if it were a whole one would be worse.
+The names of one checkpoint's parts differ in the first number only. A file that only seems to be a
+part (``weights-3-of-5-epochs``) is refused too: loading half a checkpoint as if it were a whole one would be worse.
 """
 
 from __future__ import annotations
@@ -107,10 +106,7 @@ class FolderContent:
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
-    """Return the location of the file ``name`` in a folder; raise if the name or an unsafe link leads outside.
-
-    ``named_by`` is the file or folder that gave the name, such as an index; errors blame it.
-    """
+    """Return the location of the file ``name`` in a folder; raise if the name or an unsafe link leads outside."""
     if not isinstance(name, str) or not _is_file_name(name):
         raise SourceError(f"{named_by} should name files in its folder, but names {str(name)[:200]!r}")
     if name in {".", ".."} or "/" in name or "\\" in name:
@@ -133,9 +129,8 @@ def inner_path(name: str) -> str:
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return name → location of the shards ``names`` that an index lists.
+    """Return name → location of an index's shards; raise if one does not exist, or is outside of the index's folder.
 
-    Raise if one of them does not exist, or is outside of the index's folder.
     ``way_out`` is the verb in the advice on missing shards: "Copy" becomes "Copy them into that folder".
     """
     files = {name: _listed(index, name) for name in sorted(names)}
@@ -172,10 +167,7 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
 
 
 def group_above(name: str, groups: Container[str]) -> str:
-    """Return the group under which an index of Keras' shards lists the dataset ``name`` (``layers/dense/vars/0``).
-
-    It is the innermost of ``groups`` that contains the dataset; if none does, the dataset's direct parent.
-    """
+    """Return the group that lists a dataset in a shard index: the innermost of ``groups`` above it, or its parent."""
     above = own = name.rpartition("/")[0]
     while above and above not in groups:
         above = above.rpartition("/")[0]
@@ -183,7 +175,6 @@ def group_above(name: str, groups: Container[str]) -> str:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a file system accepts the name: not empty, no NUL, valid Unicode of at most 255 bytes."""
     try:
         return 0 < len(name.encode("utf-8")) <= 255 and "\0" not in name
     except UnicodeEncodeError:
@@ -319,10 +310,7 @@ def refuse_part(path: Location) -> None:
 
 
 def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
-    """Raise for a piece of a file that was cut at some byte (``model.gguf.part1of2``), and say how to join the pieces.
-
-    ``endings`` are those of all formats; the name must have one of them before the number of the piece.
-    """
+    """Raise for a piece of a file cut at some byte (``model.gguf.part1of2``), and say how to join the pieces."""
     whole, found = stem_without_part(path.name), _PartName.of_name(path.name)
     if found is None or found.after or part_number(path.name) is None or not whole.lower().endswith(endings):
         return

@@ -4,11 +4,8 @@
     model.safetensors               or
     model.safetensors.index.json    {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", …}}
 
-Without an index, all safetensors of a folder are one checkpoint. If a name says that a file is one of several parts
-(``model-1-of-2.safetensors``), all of them must be there.
-
-The index is untrusted: its file names may not leave the folder, and each tensor must be in the shard that the index
-names for it.
+If there is no index, all safetensors of a folder are one checkpoint. The index is untrusted: its file names may not
+leave the folder, and each tensor must be in the shard that the index names for it.
 """
 
 from __future__ import annotations
@@ -63,10 +60,7 @@ def describe_folder(folder: Location) -> Manifest:
 
 
 def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
-    """Return the manifest of a folder's safetensors, with ``config`` as the model's configuration.
-
-    This does not read the configuration in ``config.json``.
-    """
+    """Return the manifest of a folder's safetensors with ``config`` as configuration; ``config.json`` is not read."""
     names = folder.names()
     if _INDEX in names:
         found = open_index(member(folder, _INDEX, named_by=str(folder)))
@@ -93,11 +87,7 @@ def open_index(index: Location) -> Manifest:
 
 
 def folder_of(file: Location) -> Location | None:
-    """Return the folder whose ``config.json`` describes the weights in a file, or ``None`` if there is none.
-
-    The folder must be one that, when opened, loads the file's checkpoint. A shard that the folder's index lists may be
-    in a subfolder.
-    """
+    """Return the folder that, when opened, loads a weights file with its ``config.json``; ``None`` if there is none."""
     if not file.name.endswith((".safetensors", ".safetensors.index.json")):
         return None
     try:
@@ -111,10 +101,9 @@ def folder_of(file: Location) -> Location | None:
 
 
 def open_variant(file: Location) -> Manifest | None:
-    """If a file is one of a model's variants in a folder (``model.fp16.safetensors``), return its manifest.
+    """Return the manifest of a model's variant (``model.fp16.safetensors``), with the folder's configuration.
 
-    Variants have the same tensors, in other dtypes for example. The manifest has the folder's configuration. ``None``:
-    the file is no variant, or an index says what to read.
+    ``None`` if the file is no variant (same tensors in another dtype, for example), or an index says what to read.
     """
     folder = file.parent
     if not file.name.endswith(".safetensors") or not file.is_file() or not _is_described(folder):
@@ -136,11 +125,7 @@ def _is_described(folder: Location) -> bool:
 
 
 def _is_read_with(folder: Location, file: Location) -> bool:
-    """Whether opening the folder loads the checkpoint that ``file`` belongs to, and no second one.
-
-    If the folder has an index, the index must list ``file`` or be ``file``. Otherwise, ``file`` must be among the files
-    that are loaded, and these may contain no other set of parts and no variant (the same tensors in another dtype).
-    """
+    """Whether opening the folder loads the checkpoint that ``file`` belongs to, and no second one."""
     names = folder.names()
     if _INDEX in names:
         return file.name == _INDEX or _lists(folder / _INDEX, file.name)
@@ -249,11 +234,7 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return the names of the safetensors files to read in a folder without an index; ``names`` are all its files.
-
-    If ``is_described``, the folder has a ``config.json``. Then ``model.safetensors`` is read alone, if it exists.
-    Otherwise, all safetensors files are read.
-    """
+    """Return the safetensors to read in a folder without an index: all, or ``model.safetensors`` alone if described."""
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

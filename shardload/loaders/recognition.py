@@ -26,14 +26,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_manifest(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest:
-    """Read the headers of a checkpoint.
-
-    Args:
-        path: A file or a folder.
-        format: One of `names`, to require that format; detected from the content by default.
-
-    Returns:
-        The location of each tensor. No tensor data has been read.
+    """Read the headers of a checkpoint (a file or a folder), but no tensor data; ``format`` requires one of `names`.
 
     Raises:
         SourceNotFoundError: When ``path`` does not exist, or a shard is missing.
@@ -57,21 +50,14 @@ def recognise(path: str | os.PathLike[str] | Location) -> FormatSpec:
 
 
 def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Location | None:
-    """Return the folder that contains a weights file and describes its model, to open the whole folder instead.
-
-    ``None`` if there is no such folder.
-    """
+    """Return the folder that has a weights file and describes its model, to open instead; ``None`` if none does."""
     where = located(path)
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
     return next((folder for find in asked if (folder := find(where)) is not None), None)
 
 
 def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
-    """If a file is one of the variants of a model (``model.fp16.safetensors``), return its manifest; else ``None``.
-
-    Variants are weights files in one folder with the same tensors, for example in other dtypes. The manifest has the
-    model's configuration from that folder.
-    """
+    """Return the manifest of a model's variant (``model.fp16.safetensors``); ``None`` if the file is no variant."""
     where = located(path)
     asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
     return next((found for open_one in asked if (found := open_one(where)) is not None), None)

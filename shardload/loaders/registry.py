@@ -5,8 +5,7 @@
     registered    `register(spec)`, in this process                                    ─┘
 
 A loader module declares a `FormatSpec` for each of its formats. Other code reads properties of ``spec_of(manifest)``
-and never compares names of formats, so a new format needs one module only. Listing names imports no loader; a loader
-is imported when its `FormatSpec` is first needed.
+and never compares names of formats, so a new format needs one module only.
 """
 
 from __future__ import annotations

@@ -314,10 +314,7 @@ def write_skeleton(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] = PYTORCH,
 ) -> tuple[TensorPlace, ...]:
-    """Make safetensors files without the values, and an index if there are several; return where the values belong.
-
-    A file has at most ``shard_bytes``, but a larger tensor gets a file of its own.
-    """
+    """Make safetensors files without the values, and an index if there are several; return where the values belong."""
     groups = grouped(tensors, shard_bytes)
     names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]

@@ -1,17 +1,13 @@
 """Open GGUF files as if they were Hugging Face checkpoints, with Hugging Face's names, row order and configuration.
 
 A file may describe no model that can be built: its architecture is unknown, or a key is missing. Its tensors then keep
-GGUF's names, and `Manifest.undescribed` says why. Quantised tensors decode to float32, one range of rows at a time,
-bit for bit as in the gguf package. `shardload.families` contains the names and makes the configuration.
+GGUF's names, and `Manifest.undescribed` says why. `shardload.families` contains the names and makes the configuration.
 
-Models may be split over several files, as llama.cpp's ``gguf-split`` and the gguf package write them::
+Models may be split over several files. All parts state how many parts and tensors the model has, so a part that is
+missing or of another model is found by the headers::
 
     model-00001-of-00003.gguf   split.no 0, and all other key-values; tensors, or none
     model-00002-of-00003.gguf   split.no 1; tensors
-    model-00003-of-00003.gguf   split.no 2; tensors
-
-Each part is a complete GGUF file with some of the tensors. Every part states the number of parts (``split.count``) and
-of all tensors (``split.tensors.count``), so a part that is missing or of another model is found by the headers.
 """
 
 from __future__ import annotations

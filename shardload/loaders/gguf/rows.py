@@ -79,11 +79,10 @@ class GgufRows(EncodedRows):
 
     @property
     def row_alignment(self) -> int:
-        """Number of rows that must be read together.
+        """Number of rows that must be read together, 1 for most tensors.
 
         It is all rows of a transposed matrix, and the rows of one attention head if GGUF reordered the rows of heads.
-        Rows of a quantised vector are single elements, which GGUF encodes in blocks: it is the number of elements in a
-        block. For all other tensors it is 1.
+        Rows of a quantised vector are single elements, encoded in blocks: it is the number of elements in a block.
         """
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
@@ -180,10 +179,7 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
 
 
 def _unreadable(*parts: TensorInfo) -> UnreadableRows:
-    """Return a reader for a tensor that is made of the stored tensors ``parts``, one of which has an unknown type.
-
-    The reader raises only when it is used, so the checkpoint's other tensors can still be loaded.
-    """
+    """Return a reader for ``parts`` of unknown type that raises only when used, so that other tensors can be loaded."""
     kind = next(info.kind for info in parts if not info.kind.is_known)
     return UnreadableRows(
         tuple((info.path, info.offset, info.nbytes) for info in parts),
@@ -237,10 +233,7 @@ def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Experts(EncodedRows):
-    """Reads GPT-OSS's experts of one transformer block in Hugging Face's layout. A row (index of dim 0) is an expert.
-
-    ``parts`` are the stored tensors: gate and up, whose output columns alternate in the result, or a single one.
-    """
+    """Reads GPT-OSS's experts of one block in Hugging Face's layout. A row (index of dim 0) is an expert."""
 
     parts: tuple[GgufRows, ...]
 
@@ -296,10 +289,7 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield GPT-OSS's experts as in Hugging Face: for each transformer block and matrix, a tensor of all its experts.
-
-    GGUF stores the gate and up matrices as two tensors, which are joined. Other architectures yield nothing.
-    """
+    """Yield GPT-OSS's experts as in Hugging Face, a tensor per block and matrix; nothing for other architectures."""
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}

@@ -10,10 +10,8 @@ layouts (chunks, compression, big-endian, compact storage) are read through h5py
 other files (external links, external storage, virtual datasets) are refused, as Keras refuses them. Datasets without
 numbers are left out, and so are soft links, which Keras does not follow.
 
-A dataset with several hard links has several names. Keras reads it under each, so it becomes several tensors. Groups
-may have several hard links, too, but must not contain themselves. libhdf5 crashes when it looks up a name in some
-damaged groups, so objects are opened by address, and `shardload.loaders.hdf5.structures` reads such groups. This module
-is long because all of it is one pass over a file under one lock.
+libhdf5 crashes when it looks up a name in some damaged groups, so objects are opened by address, and
+`shardload.loaders.hdf5.structures` reads such groups.
 """
 
 from __future__ import annotations
@@ -412,10 +410,7 @@ class HeaderLimit:
         self._limit: int | None = None
 
     def __call__(self, at: int, n_bytes: int) -> None:
-        """Raise if a read of ``n_bytes`` at byte ``at`` is too long for an object header.
-
-        Reads outside a with block of `headers` are not checked.
-        """
+        """Raise if a read at byte ``at``, in a with block of `headers`, is too long for an object header."""
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "
@@ -425,10 +420,7 @@ class HeaderLimit:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Limit the length of each read in the with block: a longer read raises.
-
-        Do not iterate over HDF5 links in the block: libhdf5 may crash if a read raises while it iterates.
-        """
+        """Limit reads in the with block, which must not iterate over links: libhdf5 may crash if a read then raises."""
         self._limit = max(_FREE_HEADER_BYTES, self._n_bytes // 2)
         try:
             yield

@@ -2,9 +2,6 @@
 
 layers/dense/vars           a group; if the saved object has a name, it is in the attribute ``name``: "dense"
 layers/dense/vars/0         a dataset; bfloat16 is stored as two opaque bytes and an attribute ``dtype``
-
-Weights may be split into shards ``NAME_00000.weights.h5`` …; the index ``NAME.weights.json`` then lists, for each
-group, the shards that contain the group's variables.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, groupe
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:
     """Make a ``.weights.h5`` file without the values; return where the values of each tensor belong.
 
-    ``names`` maps each group (``layers/dense/vars``), even one without tensors, to the name of the layer
-    or other object that has these variables (``dense``).
+    ``names`` maps each group of variables (``layers/dense/vars``), even an empty one, to its layer's name (``dense``).
     """
     with h5py.File(path, "w") as file:
         for group, name in names.items():
@@ -39,10 +35,7 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
 def write_shards(
     index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
 ) -> tuple[TensorPlace, ...]:
-    """Make ``.weights.h5`` shards without values, and their index; return where each tensor's values belong.
-
-    A shard has at most ``shard_bytes``; a larger tensor gets one of its own. ``names``: see `write_skeleton`.
-    """
+    """Make ``.weights.h5`` shards without values, and their index, as `write_skeleton` makes a single file."""
     places: list[TensorPlace] = []
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)

@@ -10,13 +10,7 @@
         model_config/             Keras' callback: the model's JSON, as text
         shardload/                written by shardload: structure.json, digests.json
 
-A tensor's name is its key path, joined by "/". Uncompressed arrays are read in place. Orbax does not store arrays
-without elements: if shardload wrote the step, structure.json lists them.
-
-``_METADATA`` has the key path and kind of every leaf of the saved tree::
-
-    {"tree_metadata": {"('params', 'kernel')": {"key_metadata": [{"key": "params", "key_type": 2}, …],
-                                                "value_metadata": {"value_type": "jax.Array", …}}}}
+A tensor's name is its key path, joined by "/". Uncompressed arrays are read in place.
 """
 
 from __future__ import annotations
@@ -298,10 +292,7 @@ def read_strings(item: Location) -> dict[str, Any]:
 
 
 class Arrays:
-    """The arrays in the folder of a saved tree: finds the chunks of each and makes it a `Tensor`, without reading it.
-
-    A chunk that is missing has the array's fill value; if ``is_complete``, it is an error.
-    """
+    """The arrays in a saved tree's folder: finds the chunks of each and makes it a `Tensor`, without reading it."""
 
     def __init__(self, folder: Location, *, is_complete: bool) -> None:
         self._folder = folder

@@ -3,20 +3,9 @@
 Orbax writes to ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``. The path is inside a staging folder, so
 no such name appears among the steps. By default, arrays are not compressed: chunks are then read without decoding.
 
-Plain Orbax takes every folder in a step for an item, and cannot load the step if one is none. So the folder
-``shardload/``, which later receives shardload's own files, is written as a tiny item.
-
-What Orbax and TensorStore print about a failed save is suppressed, so that shardload's own error stays visible::
-
-    Orbax          logs a traceback for each of its threads before it raises the first of their errors
-    TensorStore    prints "Event loop is closed" for each write that finishes after Orbax gave up
-    Python         warns of Orbax coroutines that were "never awaited" when they are garbage-collected
-
-The first two are suppressed during a save by shardload and for `STRAGGLERS_S` after a failed one, the third from the
-first failure on. At other times they are shown, as they concern other users of Orbax.
-
-shardload's error names the operating system's reason, such as a full disk. `errno_of` finds it in nested exceptions or
-in their texts: `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`.
+During a save, and for `STRAGGLERS_S` after a failed one, what Orbax and TensorStore print about failures is suppressed,
+so that shardload's own error stays visible. At other times it is shown, as it concerns other users of Orbax. Python's
+warnings of Orbax coroutines that were "never awaited" are suppressed from the first failure on.
 
 A conversion needs files without values: Orbax saves arrays of one element, whose metadata then get the real shapes::
 
@@ -54,9 +43,9 @@ from shardload.stores.local import temporary_folder
 from shardload.units import format_bytes
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""Item (named part of a save) in the folder ``shardload/``, so that plain Orbax can load that folder. It contains only
-a text and is written as JSON. By default, Orbax would write it as a pytree, make a store for the pytree's arrays, and
-warn that the store is empty."""
+"""Item (named part of a save) in the folder ``shardload/``: plain Orbax takes every folder in a step for an item, and
+cannot load the step if one is none. It contains only a text, written as JSON: for a pytree, Orbax would make a store
+for arrays, and warn that the store is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
 """Bytes per compressed chunk: few, because each process that restores a part of a chunk must decode all of it."""
@@ -305,19 +294,12 @@ def save_ended(*, failed: bool) -> None:
 
 
 def is_from_save() -> bool:
-    """Whether what Orbax prints now may be about a save by shardload: one is in progress, or one has just failed.
-
-    "Just" means less than `STRAGGLERS_S` ago. Such messages are suppressed, because shardload itself raises an error.
-    """
+    """Whether a save by shardload is in progress, or failed less than `STRAGGLERS_S` ago."""
     return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whether a record of Python's logging should be shown.
-
-    False for Orbax's errors while a save by shardload is in progress or has just failed. False, too, for Orbax's
-    warning that an item has no arrays.
-    """
+    """Whether to show a log record: false for Orbax's errors in saves by shardload, and its warning of empty items."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
     # By the path of the code, not by logger: absl's logger is shared by all packages that use absl.
@@ -382,10 +364,7 @@ def failed_save(
     advice: str | None = None,
     others: str = "Earlier steps are untouched",
 ) -> SaveError:
-    """Build the error for a failed save: ``why``, then ``advice``, by default that for the errno ``number``.
-
-    ``others`` ends the message: it says what has become of the run's other steps.
-    """
+    """Build the error for a failed save: ``why``, then ``advice`` (default: for errno ``number``), then ``others``."""
     if advice is None and number is not None:
         advice = _ADVICE.get(number)
     fix = "" if advice is None else f". {advice}"

@@ -4,15 +4,13 @@
     zarr 2   name/.zarray     name/0.1      only the chunk's bytes                      └───────────┴─────────────────┘
 
 A shard is a stored chunk that contains inner chunks and an index of their offsets. Chunks that reach beyond the array's
-edge are stored in full. How the chunks are stored decides how the array is read, its `Storage`::
+edge are stored in full. Raw chunks are plain little-endian row-major bytes. How the chunks are stored decides how the
+array is read, its `Storage`::
 
     one raw chunk, rows as in the tensor   Extent
     raw chunks, all in files               Chunked of Extents
     raw chunks, some in nodes of OCDBT     Decoded(RawRows)       put together here
     anything else                          Packed, or Chunked of them: TensorStore decodes each chunk by itself
-
-Raw chunks are plain little-endian row-major bytes. This module is long because zarr 3 nests: a chunk of a shard is an
-array again, with metadata, codecs and a key of its own.
 """
 
 from __future__ import annotations
