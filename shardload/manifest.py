@@ -10,9 +10,8 @@ is one of four things:
                                                                 (0,0)──┬──(0,1)──┐   the last chunks extend past the
                                                                 (1,0)  │  (1,1)  │   tensor, but are stored in full
 
-A `View` says which elements of a stored tensor make up a variable: an offset and one stride per
-dim, in elements of the stored row-major order. Transposes, reshapes and slices of a stored tensor are
-Views, so a converter's transpose costs no copy of its own.
+A `View` says which elements of a stored tensor make up a variable. Transposes, reshapes and slices of a stored tensor
+are Views, so a converter's transpose costs no copy of its own.
 """
 
 from __future__ import annotations

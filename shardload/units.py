@@ -6,8 +6,6 @@
 Suffixes follow the standards: ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024, ``KB``, ``MB``, ``GB``,
 ``TB`` powers of 1000. A bare ``K``, ``M``, ``G`` or ``T`` is binary, as in ``ulimit`` and ``docker``.
 Memory is printed in binary units, rates in decimal ones (GB/s), as disks and buses are sold.
-
-The checks raise a `UsageError` that names the argument, what came, and what is expected.
 """
 
 from __future__ import annotations

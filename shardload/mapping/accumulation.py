@@ -36,11 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A part of a load that runs another part, ``step``, and then converts an optimizer's count of batches.
-
-    An optimizer with ``gradient_accumulation_steps=4`` makes one update after 4 batches, and counts the batches. If the
-    model has another number than the checkpoint, the count is converted, so that it stands for as many updates.
-    """
+    """A part of a load that runs another part, ``step``, and then converts an optimizer's count of batches."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
@@ -60,10 +56,7 @@ class _RecountedStep:
 
 
 def with_updates_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return ``found``, changed so that each optimizer continues with the number of updates that it was saved with.
-
-    Where the saved optimizer had another ``gradient_accumulation_steps``, the load converts its count of batches.
-    """
+    """Return ``found``, changed so that each optimizer continues with the number of updates that it was saved with."""
     # The tensors of variables that are loaded whole, by ``id`` of the variable.
     tensors = {id(b.variable): b.view.tensor for b in found.bindings}
     for c in found.computed:

@@ -12,8 +12,6 @@ A partial step (``save_trainable_only``) stores adapters without the weights of 
     step                                   model
     lora_kernel_a, lora_kernel_b     ─►    replaced
     left out: kernel, embeddings, …        keeps its own kernel, …: same shapes, and it must have values
-
-`layer_settings` stores rank and alpha of each layer's adapters with every step, partial or not.
 """
 
 from __future__ import annotations
@@ -130,10 +128,7 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
 
 
 def lora_advice(model: Any, form: Any) -> str:
-    """Return advice for an error: how to get a model with the LoRA adapters in ``form``, a step's settings of layers.
-
-    ``""`` if the model has the same adapters as the step.
-    """
+    """Return advice on getting a model with a step's LoRA adapters (``form``); ``""`` if the model has the same."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     if own == stored:
         return ""

@@ -147,10 +147,7 @@ def has_assets(manifest: Manifest) -> bool:
 
 
 def read_assets(manifest: Manifest) -> dict[str, Any]:
-    """Return the files that layers saved as nested dicts of uint8 arrays, the form in which a training step has them.
-
-    Paths and sizes are checked, but not the bytes.
-    """
+    """Return the files that layers saved, as nested dicts of uint8 arrays; check paths and sizes, but not the bytes."""
     files = _files(manifest, None)
     if (first := next(files, None)) is None:
         return {}

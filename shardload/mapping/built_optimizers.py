@@ -44,10 +44,7 @@ _STORED = ("optimizer/vars/", "optimizer_variables/")
 
 
 def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
-    """Pair an archive's optimizer variables with those of the compiled optimizer, by what each of them is for.
-
-    ``None`` if the archive's optimizer cannot be built again, or if it then has other variables than are stored.
-    """
+    """Pair an archive's optimizer variables with the compiled optimizer's, by what each is for; ``None`` if unknown."""
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(_GROUP)}
     saved = _saved_optimizer(model, manifest)
     if saved is None or len(saved.variables) != len(stored):
@@ -122,9 +119,7 @@ def slots_as_stored(
 ) -> Iterator[None]:
     """Create the slots (momentums) that a model's optimizers lack and the checkpoint has; remove them on an error.
 
-    The load in the ``with`` block can then restore an optimizer that has never trained. An optimizer that does not fit
-    the saved state gets no slots. This is judged by the roles of the saved slots (what each is for); where they are not
-    known, by the optimizer's class and number of variables.
+    The load in the ``with`` block can then restore an optimizer that has never trained, if it fits the saved state.
     """
     before: list[OptimizerState] = []
     is_step = spec_of(manifest).tensor_names == "step"

@@ -44,10 +44,7 @@ from shardload.units import plural
 
 
 def map_hub(model: Any, manifest: Manifest, *, float_casts: FloatCasts = "viewed") -> VariableMap:
-    """Map a Hugging Face (or GGUF) checkpoint by running KerasHub's converter on arrays without data.
-
-    With ``"viewed"``, its casts between float dtypes are ignored: variables get the stored values, not rounded ones.
-    """
+    """Map a Hugging Face (or GGUF) checkpoint by running KerasHub's converter on arrays without data."""
     converter = kerashub.converter(manifest)
     runs = [Run(converter.convert_weights, backbone_of(model), manifest, None, float_casts)]
     # KerasHub also converts the head of an image classifier or assistant, in a separate run, with an empty prefix.
@@ -161,10 +158,7 @@ class ReplayLoader(Loader):
         return self._reservations.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Read a tensor, apply ``hook_fn`` and assign the result, if the value of the variable must be computed.
-
-        A variable that gets a tensor's own elements has them already when this second run begins: nothing is done.
-        """
+        """Read a tensor, apply ``hook_fn`` and assign the result, if the value of the variable must be computed."""
         if id(keras_variable) not in self._wanted:
             return
         value: Any = self._runtime.read(self.find(hf_weight_key).name)
@@ -188,11 +182,7 @@ class ConverterStep:
     variables: tuple[Variable, ...]
     computing: frozenset[str]
     reassigned: frozenset[int] = frozenset()
-    """``id`` of each variable that the converter assigns more than once in a run.
-
-    A conversion, which writes each variable to a file instead, completes such a variable only when the run has ended,
-    because its last value counts.
-    """
+    """``id`` of each variable that is assigned more than once in a run; a conversion must wait for its last value."""
     saveable: ClassVar[None] = None
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of the variables whose arrays must have been read before: none, as it runs after all other parts anyway."""

@@ -1,11 +1,9 @@
 """Each layer's ``load_own_variables``: recorded with placeholders for the tensors, then run with sharded arrays.
 
-    `Walk`        calls every hook (``load_own_variables``) of a model with placeholders; a `Visit` is what one hook did
-    `LayerStep`   calls a hook again during the load, and assigns arrays where it assigned parts of placeholders
-
-A user's hook may decide by a tensor's value (a stored version, a check for zeros), which a placeholder does not have.
-So a hook that computes with tensors is recorded again with their true values, until it computes with no others. The
-last recording counts. For example, a hook that assigns to ``a`` and ``b`` in an order that depends on tensor "2"::
+A user's hook (``load_own_variables``) may decide by a tensor's value (a stored version, a check for zeros), which a
+placeholder does not have. So a hook that computes with tensors is recorded again with their true values, until it
+computes with no others. The last recording counts. For example, a hook that assigns to ``a`` and ``b`` in an order that
+depends on tensor "2"::
 
     run 1, "2" reads as 0         a ← "1", b ← "0"      discarded
     run 2, "2" has its value 2    a ← "0", b ← "1"      counts
@@ -165,12 +163,11 @@ class LayerStep:
             raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value to it")
 
     def _whole(self, tensor: Tensor) -> str | None:
-        """Return the name of the variable whose loaded array the hook gets when it reads ``tensor``, or ``None``.
+        """Return the name of the variable whose loaded array the hook gets for ``tensor``; ``None`` for a placeholder.
 
-        With ``None``, the hook gets a placeholder. A placeholder takes a range of addresses, which is slow to reserve
-        while other threads fill memory. So the hook gets the loaded array instead, if a single variable gets the whole
-        tensor, and the hook is Keras' own and only assigns tensors. A user's hook still gets a placeholder: it may
-        reshape what it reads, or look at the dtype, and the loaded array may already be cast to the variable's dtype.
+        A placeholder takes a range of addresses, which is slow to reserve while other threads fill memory, so Keras'
+        own hooks get the array itself. A user's hook gets a placeholder: it may reshape what it reads, or look at the
+        dtype, and the loaded array may already be cast to the variable's dtype.
         """
         if self.computes or not has_keras_hook(self.saveable):
             return None
@@ -248,11 +245,7 @@ class Visit:
     reservations: Reservations = field(default_factory=Reservations)
     saveable: Any = None
     real: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Name → true values of the tensors with which the hook computes; for other tensors, it gets placeholders.
-
-    The first call of a hook has placeholders only. It shows with which tensors the hook computes. The hook is then
-    called again, with the values of these.
-    """
+    """Name → true values of the tensors with which the hook computes; for other tensors, it gets placeholders."""
     read: set[str] = field(default_factory=set)
     assigned: list[RecordedAssign] = field(default_factory=list)
     mismatch: Mismatch | None = None
@@ -288,9 +281,7 @@ class Visit:
 class Walk:
     """Lets Keras load ``root`` from placeholders for tensors, and records what each ``load_own_variables`` (hook) does.
 
-    Keras walks over the layers and optimizers in ``root``, and calls the hook of each. A hook that computes with
-    tensors is called again, with their values. With ``has_values=False`` (a plan for a checkpoint that does not exist),
-    there are no values, and every hook gets placeholders only.
+    With ``has_values=False`` (a plan for a checkpoint that does not exist), hooks get no true values of tensors.
     """
 
     def __init__(
@@ -334,9 +325,8 @@ class Walk:
     def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
         """Return a context in which Keras loads ``saveable`` (a layer or optimizer) and its children.
 
-        The context yields a function. It is called with the error of the hook of ``saveable``, or with ``None``, and
-        adds ``saveable`` and the error to the `Visit` of that hook. When the context ends, the attributes of
-        ``saveable`` get back the values that they had before. A hook that needs values of tensors is then called again.
+        It yields a function to call with the error of the hook, or ``None``. When the context ends, ``saveable``
+        gets back the attributes that it had before, and a hook that needs values of tensors is called again.
         """
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
@@ -356,9 +346,8 @@ class Walk:
     def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
         """Call a hook again until it gets the values of all tensors that it computes with; keep the last `Visit`.
 
-        ``index``: position in `visits`. ``snapshot``: attributes of the layer, to restore them after each call. At
-        first, a hook runs in a JAX trace: JAX gives it tracers instead of arrays, computes nothing and takes no memory.
-        If it fails on a tracer, as NumPy code does, it is called again outside the trace, with real arrays.
+        At first, a hook runs in a JAX trace, which computes nothing and takes no memory. If it fails on a tracer, as
+        NumPy code does, it is called again outside the trace, with real arrays.
         """
         visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
         tensors = {t.name: t for t in visit.tensors.values()}
@@ -376,12 +365,7 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Call a hook once more; return the new `Visit`, which has what the hook read and assigned.
-
-        The hook gets the true values of the tensors in ``real``, and placeholders for others. ``traced``: JAX only
-        traces its operations, so they take no memory; else JAX executes them. ``snapshot``: attributes of the layer, to
-        restore them after the call.
-        """
+        """Call a hook again, with the true values in ``real``, in a JAX trace if ``traced``; return the new `Visit`."""
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

@@ -159,10 +159,7 @@ def takes_state(paired: Paired, optimizer: str | None) -> bool:
 def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
     """Return the keys of the weights for which step and model have some slots in common, but not all.
 
-    The slots of a weight only work together (Adam's momentum needs its velocity), so such a weight gets none of them
-    from the step. If the model has Adam and the step Lion, which has no velocities, these are all weights. Within one
-    class, they are, for example, weights that Keras' ``Muon`` now excludes, or that shardload's ``REKLS`` now leaves to
-    AdamW, which has other slots for them.
+    The slots of a weight only work together (Adam's momentum needs its velocity), so it gets none from the step.
     """
     lacking = {leaf.role.of for leaf in paired.missing if leaf.role.optimizer == optimizer and paired.is_core(leaf)}
     differing = lacking | {found.weight for found in paired.left if found.optimizer == optimizer}
@@ -279,10 +276,7 @@ def _is_of_inner_model(optimizer: str) -> bool:
 
 
 def is_untrained(paired: Paired, manifest: Manifest, optimizer: str | None) -> bool:
-    """Whether a step's optimizer had never trained when it was saved: its iterations are zero, and it has no slots yet.
-
-    An optimizer that did train, and has no slots, is of a class that needs none (SGD): it does not count as untrained.
-    """
+    """Whether a step's optimizer was saved before it ever trained: its iterations are zero, and it has no slots yet."""
     pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
     kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]
     of_optimizer = [(tensor, leaf) for tensor, leaf in pairs if leaf.kind == "optimizer"]

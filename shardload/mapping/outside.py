@@ -196,10 +196,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 def _by_value(
     tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Comparer | None
 ) -> OutsideTensor | str:
-    """Compare a tensor's values with zeros or another tensor; return why the model does not need it.
-
-    If the model does need it, return why as text; ``""`` if that is not known. ``values=None``: compare nothing.
-    """
+    """Compare a tensor with zeros or another tensor: return why the model does not need it or, as text, why it does."""
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
             if values is None:

@@ -12,9 +12,6 @@ An array at any other address was *computed*. Three signs tell from which tensor
 which pages were read (``mincore``), a placeholder that other arrays still refer to at the end
 counts as used, and NumPy functions that would fill memory (casts, sums, stacks) return another
 placeholder. So recording a 50 GB checkpoint takes almost no memory.
-
-A cast between floating dtypes is either computed or ignored (`FloatCasts`). If it is ignored, its result is the view
-itself, and the tensor's own values go to the variable.
 """
 
 from __future__ import annotations
@@ -85,11 +82,7 @@ class Reservations:
         return array
 
     def locate(self, value: Any) -> View | None:
-        """Return which elements of which tensor ``value`` consists of; ``None`` if it was computed.
-
-        Each placeholder has its own range of memory addresses, and its slices and transposes point into this range. So
-        an array's address shows which tensor it is of and where it begins; its strides show its other elements.
-        """
+        """Return which elements of which tensor ``value`` consists of; ``None`` if it was computed."""
         if not isinstance(value, np.ndarray):
             return None
         # The last range that starts at or before the address; a tensor without elements still has one byte.
@@ -152,11 +145,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a placeholder for the cast values; or a view of this placeholder, if the cast has no effect.
-
-        A cast has no effect if the dtype stays the same. If ``float_casts`` of `reservations` is ``"viewed"``, a cast
-        from one floating dtype to another has none either.
-        """
+        """Return a placeholder for the cast values, or a view of this one if the cast has no effect (`FloatCasts`)."""
         wanted = np.dtype(dtype)
         owner = self.reservations
         if wanted == self.dtype:

@@ -3,17 +3,13 @@
 A *slot* is an optimizer's variable for one weight, such as a momentum. The names, by `Role.kind`:
 
     weight     layers/dense_1/vars/0             as in ``.weights.h5``: class names, numbered by position
+               layers/dense_1/vars/lora_kernel_a      by attribute, if its layer's hook stores it changed (LoRA)
     seed       layers/dropout/seed_generators/0
     slot       momentums of layers/dense_1/vars/0, inner_optimizer/momentums of …
     optimizer  iteration, learning_rate, inner_optimizer/dynamic_scale
                inner_optimizers/1/Adam/iteration      of the second optimizer in a MultiOptimizer
+               optimizers/d_optimizer/iteration       of an optimizer other than the compiled one (a GAN's)
     metric     0/total                            position of the metric, name of its variable
-
-For optimizers other than the compiled one (a GAN's), keys and slots begin with the path of the optimizer:
-``optimizers/d_optimizer/iteration``.
-
-A weight that its layer's hook does not store unchanged (LoRA's factors) is named by its attribute:
-``layers/dense_1/vars/lora_kernel_a``.
 
 The state of one optimizer can be restored into another if slots contain the same quantity:
 

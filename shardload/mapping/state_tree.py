@@ -272,9 +272,8 @@ def find_stored(
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
     """Return ``wanted`` with other identities for an optimizer's variables that the step lists by number only.
 
-    ``wanted`` is identity → variable of the model, ``stored`` is identity → leaf of the step. Equal identities make a
-    pair. Some steps do not say what a ``MultiOptimizer``'s variables are, but only number them: the identity of the
-    fourth has ``:variables/3``. The fourth in the model then gets this identity, too, if its shape is the same.
+    Some steps only number the variables of a ``MultiOptimizer``: the identity of the fourth has ``:variables/3``. The
+    fourth variable in the model then gets this identity, too, if its shape is the same.
     """
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
@@ -289,10 +288,8 @@ def _by_shared_weights(
 ) -> dict[Identity, StateLeaf]:
     """Return ``wanted`` with the step's identities for the counts and rates of optimizers in a ``MultiOptimizer``.
 
-    ``wanted`` is identity → variable of the model, ``stored`` is identity → leaf of the step. Equal identities make a
-    pair. A ``MultiOptimizer`` has several optimizers, each for some weights. The identity of an optimizer's count of
-    iterations contains the first of its weights. If this is another weight than in the step, the same optimizer is
-    found in the step by its slots, which are for the same weights; the count gets the identity that it has there.
+    The identity of an optimizer's count of iterations contains the first weight that the optimizer trains. If the step
+    has another first weight there, the same optimizer is found by its slots, which are for the same weights.
     """
     scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
     found: dict[Identity, StateLeaf] = {}

@@ -10,11 +10,8 @@ an explicit map; nothing is matched by similarity.
     optimizer     the optimizer's variables          weights, seeds, metrics
     metrics       sums and counts of an epoch        weights, seeds, optimizer
 
-A partial step (``save_trainable_only``) lists the weights that it leaves out. Those weights keep the values that they
-have in the model (see `shardload.mapping.adapters`).
-
-If a step lacks the state of an optimizer (it has weights alone, or was saved before training), that optimizer stays
-unchanged, with a note. This is decided for each optimizer by itself: a GAN, for instance, has several.
+A partial step (``save_trainable_only``) lists the weights that it leaves out; they keep their values in the model. An
+optimizer whose state the step lacks (it has weights alone, or was saved before training) also stays unchanged.
 """
 
 from __future__ import annotations
@@ -89,11 +86,8 @@ def map_state(
 ) -> VariableMap:
     """Map the leaves (stored arrays) of a step to the variables of the model that get their values.
 
-    A step of shardload also stores the role of each leaf: what it is for, such as the momentum of a certain weight.
-    Its leaves are mapped to the variables with the same roles. Those of other steps (Keras' own, plain Orbax) are
-    mapped by name. ``items``: which leaves to map. ``rename``: prefixes of stored keys → the model's. ``names``:
-    tensor → path of its variable. ``has_base``: another checkpoint has the weights that a partial step lacks, so the
-    model need not have values for them.
+    ``items``: which leaves to map. ``rename``: prefixes of stored keys → the model's. ``names``: tensor → path of its
+    variable. ``has_base``: another checkpoint has the weights that a partial step lacks, so they need no values yet.
     """
     if items not in get_args(Items):
         raise UsageError(f"items={items!r} is not valid, expected one of {', '.join(get_args(Items))}")
@@ -122,8 +116,7 @@ def pair(
 ) -> Paired:
     """Pair the tensors of a step with the variables of a model, by role if the step stores roles, else by name.
 
-    A role says what a variable is for, such as the momentum of a certain weight. Steps of shardload store the role of
-    each tensor. ``rename``: prefixes of stored keys → the model's. ``names``: tensor → path of its variable.
+    ``rename``: prefixes of stored keys → the model's. ``names``: tensor → path of its variable.
     """
     if rename is not None and not isinstance(rename, Mapping):
         raise UsageError(

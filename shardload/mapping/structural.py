@@ -4,9 +4,6 @@ Keras walks the model itself (`keras_bridge.saving.load_state`), so nested conta
 stored once but reachable twice are found where Keras finds them::
 
     manifest "layers/dense/vars/0" ─► entry("layers/dense")["0"] = reserved ─► layer.kernel.assign(view of it)
-
-Each call is a `Visit` of `layer_hooks`. Each part of a tensor that it assigned becomes a binding, which is read into a
-sharded array. In the load, a `LayerStep` calls the hook again: it assigns these arrays, and computes other values.
 """
 
 from __future__ import annotations
@@ -48,10 +45,7 @@ _TASK = "task:"
 
 
 def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
-    """Map a Keras file's tensors to the variables to which each layer's own ``load_own_variables`` assigns them.
-
-    Without ``optimizer``, the state of the compiled optimizer is left out.
-    """
+    """Map a Keras file's tensors to the variables to which each layer's own ``load_own_variables`` assigns them."""
     # A preset of KerasHub stores a task's own layers in a second file, whose tensors the manifest prefixes.
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
@@ -135,10 +129,7 @@ def _variable_map(model: Any, manifest: Manifest, walks: list[Walk], notes: tupl
 
 
 def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]) -> list[str]:
-    """Return paths of optimizers (a GAN's, not the compiled one) whose stored state cannot be used yet, for a note.
-
-    They are not built yet; or they do not exist yet, because the model's own ``compile`` will create them.
-    """
+    """Return paths of optimizers (a GAN's) whose stored state is not used, as they are not built or not created yet."""
     found = [v.path for v in visits if v.tensors and not v.read and isinstance(v.saveable, keras.optimizers.Optimizer)]
     if has_own_compile(model):
         seen = {visit.path for visit in visits}
@@ -174,10 +165,7 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
-    """Return a binding for each variable that gets a part of a tensor, and a `LayerStep` for each hook to call again.
-
-    If hooks assigned several values to a variable, the last one counts.
-    """
+    """Return a binding for each variable that gets part of a tensor, and a `LayerStep` for each hook to call again."""
     # A variable that is reached twice (tied layers, a hook that assigns again) keeps the last value, as in Keras.
     last: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:

@@ -1,9 +1,4 @@
-"""The devices of a mesh.
-
-A `MeshDevices` is a mesh together with its devices, in row-major order of the mesh. It is created from a caller's
-argument (``"1x8"``, ``(1, 8)``, a `jax.sharding.Mesh`, a `keras.distribution.DeviceMesh`) or from the devices
-that a model's variables are on.
-"""
+"""The devices of a mesh, from a caller's argument (``"1x8"``, a `jax.sharding.Mesh`) or a model's variables."""
 
 from __future__ import annotations
 
@@ -64,10 +59,7 @@ def mesh_of(found: Any) -> Any:
 
 
 def has_mesh(found: Any) -> bool:
-    """Whether ``found`` is a Keras distribution or LayoutMap: an object that brings its own mesh of devices.
-
-    The class ``keras.distribution.LayoutMap`` itself, instead of an instance, does not count: it has no mesh.
-    """
+    """Whether ``found`` brings its own mesh of devices: an instance of a Keras distribution or LayoutMap."""
     return hasattr(found, "device_mesh") and not isinstance(found, type)
 
 
@@ -156,10 +148,7 @@ def local_positions(devices: MeshDevices) -> tuple[int, ...]:
 
 
 def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    """Return the devices that a caller passed, as ``devices`` or in ``mesh``; does not start JAX.
-
-    Returns ``None`` if neither has devices: there is no mesh, or it only says how many devices lie along each axis.
-    """
+    """Return the devices that a caller passed, as ``devices`` or in ``mesh``, or ``None``; does not start JAX."""
     if devices is not None:
         return device_list(devices)
     mesh = mesh_of(mesh)
@@ -170,10 +159,7 @@ def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] |
 
 
 def check_shares(devices: MeshDevices) -> None:
-    """Raise a `MeshError` unless each process has an equal block of a mesh, as many rows, columns, … as the others.
-
-    JAX distributes data only over such meshes.
-    """
+    """Raise a `MeshError` unless each process has an equal block of a mesh, as JAX distributes data only over these."""
     # The process of each position, in the shape of the mesh; then the coordinates of each process's positions.
     indices = np.array([device.process_index for device in devices.devices]).reshape(devices.mesh.sizes)
     parts = [np.nonzero(indices == process) for process in range(jax.process_count())]

@@ -63,15 +63,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str, *, axes: str | None = None) -> MeshSpec:
-        """Parse ``1x8``, ``8`` or ``data=2,model=4``.
-
-        Args:
-            text: Sizes joined by ``x`` (one size alone goes to the last default axis), or ``name=size`` pairs.
-            axes: Names for the ``1x8`` form, joined by commas; ``batch,model`` by default.
-
-        Raises:
-            MeshError: When the text is neither form.
-        """
+        """Parse ``1x8`` (``axes`` names its axes, joined by commas), ``8`` (means ``1x8``) or ``data=2,model=4``."""
         check_kind("axes", axes, str | None, "text such as 'data,model'")
         if "=" in text:
             if axes is not None:
