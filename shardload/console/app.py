@@ -1,8 +1,4 @@
-"""The command tree: what `shardload --help` shows.
-
-The functions are in `shardload.console.commands` and `shardload.console.checkpoint_commands`; this module gives them
-their names and order.
-"""
+"""The command tree that `shardload --help` shows: names and order of the functions that are its commands."""
 
 from __future__ import annotations
 

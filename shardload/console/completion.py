@@ -56,10 +56,7 @@ class KnownSource:
 
 
 def make_available(source: str, *, weights: bool = True) -> None:
-    """Assemble or download a source if it cannot be opened otherwise; raise if it does not exist.
-
-    With ``weights=False``, a description of its model is enough: the name of an architecture, or a configuration.
-    """
+    """Assemble or download a source that cannot be opened yet; without ``weights``, its configuration is enough."""
     from shardload.stores.remote import location_of
 
     # Checkpoints in stores are read in place.
@@ -119,11 +116,7 @@ def source_names() -> list[tuple[str, str]]:
 
 
 def answered(arguments: Sequence[str]) -> bool:
-    """Show or install completion if the arguments ask for it and name a shell; return whether they did.
-
-    Raises:
-        UsageError: If the shell is not supported.
-    """
+    """Show or install completion if the arguments ask for it and name a shell; return whether they did."""
     # typer's own options take no name: they detect the current shell, whichever one the user asked for.
     option, _, shell = " ".join(arguments).replace("=", " ", 1).partition(" ")
     if option not in ("--show-completion", "--install-completion") or not shell:

@@ -47,10 +47,7 @@ class Failure:
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
-    """Report an error on stderr, and with ``json_wanted`` as JSON on stdout too; return the exit code.
-
-    Pass the real ``stdout`` while `streams` redirects ``sys.stdout`` to stderr.
-    """
+    """Report an error on stderr, and with ``json_wanted`` as JSON on the real ``stdout``, too; return the exit code."""
     failure = failure_of(error)
     if os.environ.get(_TRACEBACK_VARIABLE, "0") not in ("", "0"):
         _to_stderr("".join(traceback.format_exception(error)))

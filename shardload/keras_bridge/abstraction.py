@@ -1,10 +1,5 @@
 """Build models without allocating memory; later initialise, already sharded, the variables a checkpoint lacks.
 
-    with shardload.abstract():
-        model = build()              # shapes, dtypes, paths, layouts; no buffer, no initialiser, no compile
-    shardload.load_weights(model, "model.weights.h5")
-    initialise(model)                # everything the checkpoint lacks: seeds, metrics, new heads, optimizer slots
-
 The initial values are bit for bit those that Keras would have given while building. Seeds are drawn when initialisers
 are created, so in the same order. Each operation of an initialiser is compiled separately, as in eager Keras: in one
 program for all, XLA would merge multiplications with additions, and so change the last bit (see `_Program`).
@@ -259,10 +254,9 @@ def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Prog
 class _Program:
     """A traced initialiser, run as eager Keras would run it: each of its operations is a compiled program of its own.
 
-    Each operation is compiled separately with every input as a run-time argument; results with the
-    variable's shape are sharded, others replicated. So a device stores its shard of the operation's inputs,
-    result and scratch (four shards at most for Keras' random initialisers on CPU), never the whole tensor, and
-    rounding equals eager rounding.
+    Inputs are run-time arguments; results with the variable's shape are sharded, others replicated. So a device stores
+    its shard of the operation's inputs, result and scratch (four shards at most for Keras' random initialisers on CPU),
+    never the whole tensor.
     """
 
     def __init__(self, run: Callable[..., list[Any]], seeds: list[Any], shape: tuple[int, ...], sharding: Any) -> None:

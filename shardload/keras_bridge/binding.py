@@ -7,13 +7,9 @@ Keras keeps one distribution per thread, for all code that the thread runs next.
     a.fit()  ─► [scope a] ─► back to the user's own distribution, or none
     b.generate() ─► [scope b]                  c.fit() ─► no scope
 
-The methods are wrapped on the instance, not on a class: there is no global state, other models are
-unaffected, and Keras saves, pickles or clones a plain model, because it never looks at instance
-attributes. `copy.deepcopy` asks the instance, so a deep copy is bound too. Sub-models (a task's
-backbone) are bound with the model.
-
-If the size of a batch is not divisible by the size of the mesh's batch axis, every device gets the whole batch.
-Results are the same as with a split batch.
+The methods are wrapped on the instance, not on a class: there is no global state, other models are unaffected, and
+Keras saves, pickles or clones a plain model, because it never looks at instance attributes. `copy.deepcopy` asks the
+instance, so a deep copy is bound too. Sub-models (a task's backbone) are bound with the model.
 """
 
 from __future__ import annotations
@@ -82,7 +78,8 @@ _Layouts = Mapping[int, Layout] | Sequence[Layout]
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
     """The Keras distribution of a bound model, which `bind` has put on a mesh; set while one of its methods runs.
 
-    Each variable has a layout of its own. A batch that the mesh's batch axis does not divide is replicated.
+    Each variable has a layout of its own. Every device gets the whole of a batch that the mesh's batch axis does not
+    divide; the results are the same.
     """
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch

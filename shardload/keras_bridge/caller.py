@@ -16,12 +16,7 @@ _INSIDE = frozenset({"shardload", "keras", "keras_hub", "contextlib", "functools
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning at the file and line of the innermost caller that is neither shardload nor Keras.
-
-    Args:
-        message: The warning.
-        category: Its class.
-    """
+    """Issue a warning at the file and line of the innermost caller that is neither shardload nor Keras."""
     # For `warnings.warn`, level 1 is this function and level 2 its caller, which is frame 1 of the stack.
     level, frame = 2, sys._getframe(1)
     while _is_inside(frame) and frame.f_back is not None:

@@ -1,11 +1,8 @@
 """Call a model without values, to learn the order of its layers or to build it; call it as a pure function.
 
-    `sole_consumers`, `arguments_of_call`   the graph that Keras keeps of functional and sequential models
-    `build_by_calling`, `output_paths`      a call on sample inputs: to build a model, or to learn its outputs' paths
-    `stateless`, `run_forward`              the model as a pure function of its variables' values, on any mesh
-
-Inside its block, `stateless` sets three things aside that ``stateless_call`` would otherwise use: the distribution set
-in the thread, that of a bound model, and Keras' list of uninitialised variables, whose initialisers it would trace.
+`sole_consumers`, `arguments_of_call`   the graph that Keras keeps of functional and sequential models
+`build_by_calling`, `output_paths`      a call on sample inputs: to build a model, or to learn its outputs' paths
+`stateless`, `run_forward`              the model as a pure function of its variables' values, on any mesh
 """
 
 from __future__ import annotations
@@ -134,6 +131,7 @@ def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterato
     """Inside the block, the model's ``stateless_call`` uses ``distribution``, not the thread's or the model's own.
 
     The model's variables keep values and layouts. A bound model is unbound inside the block and bound again afterwards.
+    Keras' list of uninitialised variables is set aside, too: ``stateless_call`` would trace their initialisers.
     """
     before, bound = keras.distribution.distribution(), BindingSnapshot.of(model)
     waiting = unregistered()
@@ -172,8 +170,7 @@ def run_forward(
 def scaled_loss(optimizer: Any, values: Sequence[Any], loss: Any) -> Any:
     """Return the loss to differentiate: the given loss, multiplied by the optimizer's loss scale if it has one.
 
-    ``values`` are the current values of ``optimizer.variables``, in the same order. A ``LossScaleOptimizer`` keeps its
-    scale in one of these variables.
+    ``values`` are those of ``optimizer.variables``, in order; a ``LossScaleOptimizer`` keeps its scale in one of them.
     """
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
         return optimizer.scale_loss(loss)

@@ -15,11 +15,7 @@ _OF_KERAS = (keras.distribution.ModelParallel.get_variable_layout, keras.distrib
 
 
 def current() -> Any:
-    """Return the Keras distribution that the user has set in this thread; ``None`` if there is none.
-
-    A bound model (one that shardload has put on a mesh) sets a distribution of its own while one of its methods runs.
-    That is not the user's: the result is ``None`` there, too.
-    """
+    """Return the Keras distribution that the user, not a bound model, set in this thread; ``None`` if there is none."""
     found = keras.distribution.distribution()
     return None if isinstance(found, MeshParallel) else found
 
@@ -55,8 +51,5 @@ def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
 
 
 def activation_layouts(layout_map: Any) -> Callable[[str], Any]:
-    """Return a function from the path of a layer's output to the layout that a layout map gives it, or ``None``.
-
-    `bind` takes such a function, to split outputs of layers while a model runs.
-    """
+    """Return a function, for `bind`, from the path of a layer's output to its layout in a layout map, or ``None``."""
     return lambda path: layout_map[path]

@@ -140,8 +140,7 @@ def _through(
 def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Keras' ``load_weights``: inside `calls_to`, a call for an Orbax checkpoint (a folder) goes to the handler.
 
-    Calls for files are left alone here. Keras passes them on to an inner function for their format, such as
-    ``load_weights_only``, and that function is wrapped itself.
+    Calls for files reach inner functions of Keras, such as ``load_weights_only``, which are wrapped themselves.
     """
     intercepted = _through("weights", _weights_text)(original)
 
@@ -257,10 +256,7 @@ def _of_preset(loader: Any, kind: _CallKind, method: Callable[..., Any]) -> Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Converter:
-    """Replaces a ``convert_*`` module of KerasHub, which copies weights from a Hugging Face checkpoint into a model.
-
-    It copies nothing, but passes the model to ``collect``: shardload loads the weights afterwards.
-    """
+    """Replaces KerasHub's ``convert_*`` module: passes the model to ``collect``, instead of copying weights."""
 
     module: Any
     """The module of KerasHub; everything but the copying of weights is still done by it."""

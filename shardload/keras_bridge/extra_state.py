@@ -2,9 +2,6 @@
 
 The hook ``save_own_variables`` runs twice. The first run is traced, with placeholders for the layer's variables: it
 tells which stored values depend on variables. The second run gives the stored values that depend on none.
-
-A lookup layer (``StringLookup``, ``IntegerLookup``, ``TextVectorization``) that was never adapted writes its special
-tokens to ``vocabulary.txt`` and refuses to read them again.
 """
 
 from __future__ import annotations
@@ -71,10 +68,7 @@ def keys_besides_variables(saveable: Any) -> list[str] | None:
 
 
 def values_besides_variables(saveable: Any) -> dict[str, Any]:
-    """Return key → value of what ``save_own_variables`` stores, except variables and values computed from them.
-
-    Such values are counters and tables, which a training step has to save besides the variables.
-    """
+    """Return key → value of what ``save_own_variables`` stores besides variables and values computed from them."""
     keys = keys_besides_variables(saveable)
     if keys is not None and not keys:
         return {}
@@ -121,7 +115,7 @@ def _variables(saveable: Any) -> list[Variable]:
 def assets_of(model: Model) -> dict[str, Any] | None:
     """Return the files (assets) that layers save, as nested dicts of uint8 arrays; ``None`` if there are none.
 
-    Vocabularies of layers that were never adapted are left out.
+    Vocabularies of lookup layers that were never adapted are left out: these layers would refuse to read them again.
     """
     with WALK_PATCH.applied():
         found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)

@@ -2,17 +2,14 @@
 
 Left to itself, XLA often moves the activations instead of the weights, which transfers far more bytes. So if weights
 are stored split over more mesh axes than the model computes with, the model's ``stateless_call`` runs on gathered
-values::
+values, which are not kept for the backward pass::
 
     value, split as stored ─► gathered for use ─► the model            forward; gathered again for the backward pass
     gradient, split as stored ◄─────────────────── its gradient
 
-Gathered weights are not kept for the backward pass, which gathers them again; everything else is kept as usual.
-
 On CPU and GPU, a barrier keeps XLA from merging the two gathers into one. It also keeps XLA from fusing operations
 across it, so everything that the backward pass reads is written to memory. On TPU there is no barrier: XLA gathers
-twice even so, and its temporary arrays take at most a seventh of the memory that they take with a barrier
-(design note 0022).
+twice even so, and needs at most a seventh of the temporary memory that a barrier would take (design note 0022).
 """
 
 from __future__ import annotations

@@ -31,10 +31,7 @@ compiled step exchanges between devices under this name keep their size.
 
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """An optimizer that updates all variables in one call. Keras' own optimizers get one call for each variable.
-
-    Subclasses implement `update_all`, which also applies weight decay, and create state in `build` with `add_state`.
-    """
+    """An optimizer that updates all variables in one call of `update_all`; subclasses create its state in `build`."""
 
     def __init__(self, learning_rate: Any, **options: Any) -> None:
         """Create an optimizer without state; raise a `BackendError` if Keras does not run on JAX."""
@@ -53,10 +50,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def update_bytes(self) -> int:
-        """Bytes of an update's temporary arrays on each device, for estimates of a step's memory.
-
-        Gradients and state do not count. The number is the same for all layouts.
-        """
+        """Bytes of an update's temporary arrays on each device, in every layout; gradients and state do not count."""
         return 0
 
     @property
@@ -65,10 +59,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return ``id(variable)`` → layout for state variables of another shape than the weight they belong to.
-
-        The layout follows from that of the weight, which ``layout_of`` returns.
-        """
+        """Return ``id(variable)`` → layout for state shaped unlike its weight; the weight has ``layout_of(weight)``."""
         return {}
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:

@@ -12,10 +12,8 @@ later. So a saved step also stores these settings, and `apply_settings` applies 
 The keys are paths of layers. Settings that cannot be reproduced (custom quantisers, a policy set after a layer was
 built) raise an error that names the layer, because the rebuilt model would compute differently.
 
-Some attributes can only be set on layers that are built, because the constructor of the model does not pass them on.
-KerasHub does not store them; files that shardload writes have them in the model's configuration::
-
-    "shardload_attributes": {"layers/transformer_encoder_layer/_self_attention_layer_norm": {"epsilon": 1e-12}}
+Attributes that a model's constructor does not pass on to its layers (``epsilon``, say) can only be set on built layers.
+KerasHub does not store them; files that shardload writes have them in the model's configuration.
 """
 
 from __future__ import annotations

@@ -266,10 +266,7 @@ def weights_optimized(optimizer: Any) -> list[Variable]:
 
 
 def are_averages(model: Model) -> bool | None:
-    """Whether the weights are equal to their moving averages (``use_ema``) now; ``None`` without averages.
-
-    They are after ``fit``, which ends by copying the averages into the weights.
-    """
+    """Whether the weights equal their moving averages (``use_ema``), as after ``fit``; ``None`` without averages."""
     optimizer = innermost(getattr(model, "optimizer", None))
     if not getattr(optimizer, "use_ema", False) or not optimizer.built or not int(optimizer.iterations):
         return None

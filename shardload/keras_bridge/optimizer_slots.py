@@ -55,11 +55,7 @@ class SlotSpread:
                 return names
 
     def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
-        """Return the layout of a slot of this ``shape``: ``layout``, that of its weight, split over more axes.
-
-        ``batch_axis`` is the mesh axis that splits batches. Without it, that is the axis which the user's distribution
-        names, or the mesh's usual one. Only ``axes`` of ``"batch"`` or ``"every"`` depend on it.
-        """
+        """Return the layout of a slot of this ``shape``: that of its weight, split over the axes of `on` too."""
         return spread(layout, shape, self.on(layout.mesh, batch_axis))
 
 
@@ -238,10 +234,7 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
-    """Yield (variable, weight) for the variables of an optimizer, without scalars such as its count of batches.
-
-    The weight is the one that the variable is a slot of; ``None`` for variables that belong to no weight.
-    """
+    """Yield (variable, its weight or ``None``) for an optimizer's variables, without scalars such as counters."""
     seen = set[int]()
     for part in optimizers_in(optimizer):
         # `_variables` lists everything; by chance it may have as many entries as there are weights.
@@ -262,10 +255,7 @@ def spread_of(optimizer: Any) -> SlotSpread | None:
 
 
 def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
-    """Make an optimizer split the slots that it creates from now on over the further mesh axes in ``chosen``.
-
-    With ``None``, it splits them as their weights are split, which is what Keras does.
-    """
+    """Make an optimizer split its new slots further, as ``chosen``; with ``None``, as their weights are split."""
     for part in optimizers_in(optimizer):
         # Into __dict__, because Keras tracks attributes that setattr sets.
         part.__dict__.pop(_METHOD, None)

@@ -63,11 +63,7 @@ class Patches:
 
 
 def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Decorate the replacement of a third-party function; it gets the replaced function as its first argument.
-
-    The result is a function, as a `Patch` needs it: from the original to what is put in its place. A call of that,
-    ``replaced(*args)``, calls ``function(original, *args)``.
-    """
+    """Turn ``function(original, *args)`` into what a `Patch` needs: a function from the original to its replacement."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)

@@ -69,11 +69,7 @@ class StateSource(Protocol):
         """Return key → value, for ``load_own_variables`` of the saveable (layer or optimizer) at ``path``."""
 
     def has_path(self, path: str) -> bool:
-        """Whether anything is stored below ``path``.
-
-        Keras asks this before it loads lists and dicts of layers that are inside others. Older versions of Keras saved
-        nothing for these, and Keras then skips them.
-        """
+        """Whether anything is below ``path``; else Keras skips nested lists of layers, as old versions saved none."""
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
         """Return a context in which Keras loads a saveable; yields a function to call with the error, or ``None``."""

@@ -22,11 +22,7 @@ _LONGEST = "_shardload_longest_epoch"
 
 @replacing
 def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterator[Any]:
-    """Yield the batches of an epoch on their devices, in place of a method of Keras' iterator over epochs.
-
-    A distribution with ``lays_out_each_batch`` is asked for a layout of every batch: the last one may be too small to
-    split, and is then replicated. For other distributions, Keras' method runs, which uses one layout for all batches.
-    """
+    """Yield the batches of an epoch on their devices, in place of a method of Keras; see `batches_laid_out_singly`."""
     if not getattr(distribution, "lays_out_each_batch", False):
         yield from original(self, distribution)
         return
@@ -158,10 +154,9 @@ def grain_dataset(epochs: Any) -> Any:
 def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
     """Set whether the data of ``epochs``, Keras' iterator over epochs, may end in this epoch without a warning.
 
-    If the length of an epoch is not known, the epoch lasts until the data end. Keras counts batches when it requests
-    them, so it also counts the last request, which got no batch. It would take this number for the length of all later
-    epochs, and warn in each that the last batch is missing. With ``expected``, the number is forgotten, so later epochs
-    last until the data end, too; Keras then warns only if an epoch is shorter than one before.
+    Without a known length, an epoch lasts until the data end. Keras counts the batches that it requests, also the last
+    request, which got none. It would take this number for the length of all later epochs, and warn in each that the
+    last batch is missing. With ``expected``, it is forgotten; Keras then warns only of epochs shorter than one before.
     """
     if not expected:
         vars(epochs).pop("_interrupted_warning", None)
@@ -186,10 +181,7 @@ def has_unknown_length(epochs: Any) -> bool:
 
 
 def forget_epoch_length(epochs: Any) -> None:
-    """Make Keras' iterator over epochs forget the epoch length that it has counted, and ask its data for it again.
-
-    An epoch that a run resumed in the middle has fewer batches; later epochs must not be as short.
-    """
+    """Make Keras' iterator over epochs ask its data again for an epoch's length: a resumed epoch was shorter."""
     epochs._num_batches = epochs.data_adapter.num_batches
 
 

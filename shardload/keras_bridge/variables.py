@@ -131,10 +131,8 @@ def relocate(variable: Variable, sharding: Any) -> None:
 def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
     """Turn a variable's value on a mesh of one device into an ordinary array on that device; copy nothing.
 
-    Keras itself creates ordinary arrays for variables without a layout. When shardload loads in Keras' place, it uses a
-    mesh of one device, and calls this afterwards.
-    With ``committed``, the array is bound to its device: JAX then refuses to combine it with arrays on other devices.
-    Returns whether the value was changed: not if the variable has a layout, or its value is on no mesh.
+    Loads in Keras' place use such a mesh; Keras itself would create ordinary arrays. With ``committed``, JAX refuses to
+    combine the array with arrays on other devices. Returns whether the value was changed.
     """
     value = variable._value
     if variable._layout is not None or not isinstance(getattr(value, "sharding", None), jax.sharding.NamedSharding):
@@ -174,10 +172,7 @@ def current_value(variable: Variable) -> jax.Array | None:
 
 
 def restore_value(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
-    """Undo an assignment: give a variable back the value and the initialiser that it had before.
-
-    Before the assignment, `current_value` returns the value, and `pending_of` the initialiser.
-    """
+    """Undo an assignment: give a variable back what `current_value` and `pending_of` returned before it."""
     variable._value = value
     variable._initializer = initializer
 

@@ -52,9 +52,8 @@ def dataset(path: str, key: str) -> str:
 def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
     """Return what Keras' own ``save_weights`` would write for ``model``, without the objects in ``skip``.
 
-    Calls ``save_own_variables`` of all other objects. These must store variables as they are: for a value that an
-    object computes when it is saved, such as a resized embedding, the variables would need values. `SavedLayout` lists
-    such objects under ``computing``; skip them.
+    Skip objects that compute values when they are saved, such as a resized embedding: for these, the variables would
+    need values. `SavedLayout` lists such objects under ``computing``.
     """
     store = _ListingStore()
     # Variables without a value read as zeros there, instead of raising.

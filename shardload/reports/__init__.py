@@ -19,9 +19,6 @@ Missing measurements are ``null``, never ``NaN``, so that every JSON parser read
                cpu 1  255.7 MiB  ████████████████████████
     Time       build   120 ms  ███████
                …
-
-Names that differ only in numbers are folded into one (`fold`), and a truncated list always ends with the number of
-omitted names.
 """
 
 from __future__ import annotations

@@ -56,11 +56,7 @@ class Resolved:
 
 
 def root() -> Path:
-    """Return the local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache.
-
-    Raises:
-        UsageError: When ``SHARDLOAD_HOME`` is a file or a URL, or without it, when there is no home folder.
-    """
+    """Return the local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache."""
     if placed := os.environ.get("SHARDLOAD_HOME"):
         folder = local_target(placed).absolute()
         if _exists(folder) and not folder.is_dir():
@@ -82,18 +78,9 @@ def root_if_any() -> Path | None:
 
 
 def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved:
-    """Find the checkpoint that a source refers to.
+    """Find the checkpoint that a source refers to; if there is none, the error lists what was tried and what exists.
 
-    Args:
-        source: A path, a name, a preset or a handle.
-        weights: Whether its weights are needed. Otherwise an architecture or a configuration is enough, and no weights
-            are downloaded.
-
-    Raises:
-        UsageError: When ``source`` is neither text nor a path.
-        SourceNotFoundError: When nothing matches; the message lists what was tried, what exists, and what to type next.
-        UnsupportedError: When the URL scheme is not supported.
-        WriteError: When installed weights cannot be assembled into the root.
+    Without ``weights``, an architecture or a configuration is enough, and no weights are downloaded.
     """
     if not isinstance(source, str | os.PathLike) or not isinstance(text := os.fspath(source), str):
         raise UsageError(
@@ -301,8 +288,7 @@ def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolv
 def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
     """Return (name, ``kaggle://`` handle) of the preset called ``found``; the handle is ``None`` if there is none.
 
-    In that case, add the reason to ``tried``, which lists where a source was looked for in vain, for the error at the
-    end.
+    In that case, the reason is added to ``tried``, which the error at the end shows.
     """
     from shardload.hub import kerashub
 
@@ -319,10 +305,7 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
-    """Return the architecture called ``name``, to plan without weights; ``None`` if there is none of this name.
-
-    A note says if KerasHub's ``preset`` of the name has another size.
-    """
+    """Return the architecture called ``name``, with a note if KerasHub's ``preset`` has another size; else ``None``."""
     try:
         found, config = lookup(name)
     except SourceNotFoundError:

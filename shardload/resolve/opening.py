@@ -112,12 +112,7 @@ def open_source(
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
-    """Return the path, or the architecture, that a source refers to.
-
-    With ``described``, the caller needs the model's configuration, too. For a single weights file, the result is then
-    its folder, if the ``config.json`` in that folder describes the model in the file. Without ``weights``, the result
-    for a ``config.json`` is its folder, too.
-    """
+    """Return the path, or the architecture, of a source; ``described`` and ``weights`` are as for `open_source`."""
     resolved = resolve(source, weights=weights)
     if resolved.architecture is not None:
         return resolved
@@ -135,9 +130,8 @@ def _without_weights(
 ) -> OpenedSource | None:
     """Open a source by its configuration alone, to plan a load before the weights are on this machine.
 
-    The source is an architecture, a configuration file, or a folder with a configuration. The result is ``None`` if
-    there is no configuration. It is also ``None`` for a folder that contains weights, because the caller should open
-    those; but ``with_weights`` allows weights in the folder, and does not look at them.
+    The result is ``None`` if there is no configuration. It is also ``None`` for a folder that contains weights, because
+    the caller should open those; but ``with_weights`` allows weights in the folder, and does not look at them.
     """
     from shardload.hub.described import with_tensors
 
