@@ -102,10 +102,7 @@ def coarsest_eps(model: Any) -> float:
 
 
 def nudged(values: Any, eps: float, *, seed: int) -> Any:
-    """Return a tree of host arrays with every float moved by one rounding (``eps``), up or down at random.
-
-    A run of the model on these values shows how far rounding can move its results.
-    """
+    """Return a tree of host arrays with every float moved by one rounding (``eps``), up or down at random."""
     coin = np.random.default_rng(seed)
 
     # One generator for the whole tree: every array gets signs of its own, the same ones in every run with this seed.

@@ -6,9 +6,6 @@ buffer has dims of a few dim groups, and each way to split these groups over axe
 heads over ``model`` and batch over ``data``. Constraints tie shares to the binary variables: of all ways to split the
 same groups, the one that was decided for has the share 1, and all others have 0. A cost is then a sum over shares. So
 all mesh axes are decided together, and the optimum is exact for the cost model.
-
-Memory is limited only at some moments of a step. If a solution stores most at another moment, this moment is added, and
-the linear program is solved again. `optimum` says what is minimised.
 """
 
 from __future__ import annotations
@@ -167,11 +164,7 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return pairs: a way to split some dim groups (dims that are split alike) over the mesh, and a column for it.
-
-        All ways are returned. The variable of a column is 1 if the dim groups are split in its way, and else 0. So a
-        cost that depends on several decisions becomes linear: the cost of each way times its variable, added up.
-        """
+        """Return a pair for each way to split some dim groups over the mesh: the way, and the column of its share."""
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
@@ -190,11 +183,7 @@ class _Model:
                     self._rows.append(({**row, self.binaries[dim_group, axis]: -1.0}, 0.0, 0.0))
 
     def _weights(self) -> dict[int, float]:
-        """Add a column for each layout that a kind of weights can have; its variable is 1 if the layout is chosen.
-
-        Return, for each of these columns, the bytes that the weights of this kind then need on each device, in training
-        with their gradients and the optimizer's slots.
-        """
+        """Add a column for each layout that a kind of weights can have; return the bytes that each needs per device."""
         memory: dict[int, float] = {}
         only: dict[int, float] = {}
         for weight in self.problem.weights:
@@ -274,10 +263,7 @@ too large."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
-    """Return a pair: the `Demand` (goal and limits) that the solver got, and its best solution.
-
-    ``limit`` is the most bytes on each device. If it is ``None``, step time x bytes of weights is minimised.
-    """
+    """Return the `Demand` that the solver got, and its best solution, with at most ``limit`` bytes on each device."""
     mesh = problem.mesh
     # Under a limit any axis may store weights split. Without one, only an axis that is named for it.
     storage_axes = tuple(
@@ -288,10 +274,7 @@ def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
 
 
 def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
-    """Return the `Demand` and the solution with the least product of step time and bytes of weights per device.
-
-    A product is not linear, so the fastest solutions under several limits for weights (`_TRADE_OFFS`) are compared.
-    """
+    """Return the `Demand` and the solution with the least product of step time and bytes of weights per device."""
     # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
     least = state_memory(problem, _solved(problem, replace(demand, minimise="memory"))).weights
     best: tuple[float, Demand, Solution] | None = None
@@ -318,10 +301,7 @@ def _solved(problem: Problem, demand: Demand) -> Solution:
 
 
 def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return a pair: the `Demand` that the solver got, and its fastest solution within ``limit`` bytes per device.
-
-    Small weights may be stored split only if no other solution fits.
-    """
+    """Return the `Demand` that the solver got, and its fastest solution within ``limit`` bytes per device."""
     demand, fastest = fastest_that_fits(problem, replace(demand, limit_bytes=float(limit)))
     if fastest is not None:
         return demand, fastest
@@ -351,11 +331,7 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
-    """Return a pair: the `Demand` that the solver got last, and the fastest solution within its limit, or ``None``.
-
-    Memory is limited at the moments in ``demand.buffers`` only. If a solution needs too much at another moment of the
-    step, this moment is added, and the solver runs again.
-    """
+    """Return the `Demand` that the solver got last, and the fastest solution within its limit, or ``None``."""
     for _ in range(MOMENTS + 1):
         solution = solve(problem, demand)
         if solution is None or demand.limit_bytes is None:

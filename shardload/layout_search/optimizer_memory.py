@@ -47,11 +47,7 @@ class Slot:
     true, this layout is not allowed. If it is false, the layout is allowed, and every device has the whole slot."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the weight of this slot may have a layout, as far as the slot is concerned.
-
-        It may not if the slot must be split with its weight (``even``), and the number of parts into which the layout
-        splits the weight does not divide the length of the slot's dim 0.
-        """
+        """Whether the weight of this slot may have a layout, which must not split an ``even`` slot unevenly."""
         return not self.even or self.shape[0] % math.prod(layout.parts) == 0
 
     def device_bytes(self, layout: Layout) -> float:
@@ -79,10 +75,7 @@ class OptimizerMemory:
 
 
 def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemory:
-    """Return the memory that an optimizer needs for the given weights.
-
-    If the optimizer is not built yet, it is built without values for this, and is not built any more afterwards.
-    """
+    """Return the memory that an optimizer needs for the given weights; one that is not built yet stays unbuilt."""
     if optimizer is None or not weights:
         return OptimizerMemory()
     found: dict[int, list[Slot]] = defaultdict(list)
@@ -130,9 +123,8 @@ def checked_optimizer(optimizer: Any) -> Any:
 def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any], *, is_own: bool) -> Iterator[Any]:
     """Yield an optimizer that is built for the block, without values, as if ``weights`` had these shardings.
 
-    Its slots then tell their shapes and shardings, which a plan needs. A slot of the shape of a weight takes the
-    sharding of this weight, which may be ``None``. An optimizer that was built before is yielded as it is, if it was
-    built for these weights (``is_own``). If not, a copy is made from its configuration, and built.
+    An optimizer that is built already is yielded as it is if it was built for these weights (``is_own``). If not, a
+    copy of it is built.
     """
     with abstract():  # also its counters: the devices may be those of another machine, which store nothing
         if optimizer.built and not is_own:

@@ -33,10 +33,7 @@ from shardload.units import format_bytes, plural
 def plan_of_solution(
     model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
 ) -> LayoutPlan:
-    """Turn a solution of the linear program into a `LayoutPlan`.
-
-    ``demand`` is the task that the solver got. With each decision reversed it is solved again, to find what that costs.
-    """
+    """Turn a solution into a `LayoutPlan`; ``demand`` is solved again with each decision reversed, to find its cost."""
     activations, _ = activation_peak(problem, solution)
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
     return LayoutPlan(

@@ -43,12 +43,7 @@ def itemsize(aval: Any) -> int:
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Add an array of the shape and dtype of ``var``, a result of an equation, to the program, and return it.
-
-    ``dims`` has a node for each dim, which is a number: dims with the same node are split alike. ``None`` stands for a
-    new node, whose dim may be split in its own way. ``view`` is empty, or ``view_of=value`` if the array shares the
-    buffer of ``value``, as after a reshape.
-    """
+    """Add an array of the shape and dtype of ``var`` to a program; ``dims`` and ``view`` are as in `Program.value`."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
@@ -166,9 +161,8 @@ def _carried(
 ) -> tuple[int, int, int] | None:
     """Find the dim that stays split where a reshape of ``value`` turns its dims ``olds`` into dims ``news``.
 
-    ``new`` is the shape of the result. Return three numbers: the position of the dim in ``value``, its position in
-    the result, and the node of the new dim. A node is a number that says how a dim is split: dims with the same node
-    are split alike. Return ``None`` if no dim can stay split.
+    Return its position in ``value``, its position in the result, which has the shape ``new``, and the node (number) of
+    the new dim; ``None`` if no dim can stay split.
 
     In grouped-query attention, 8 query heads become (4 groups, 2 heads each). Over 2 or 4 devices, each device has
     whole groups: the dim of groups stays split, like the heads. Over 8 devices, each device has one head, which is half
@@ -231,11 +225,10 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
-    """Return the results of an equation that slices, pads or pools ``value`` along some dims, and keeps the others.
+    """Return the results of an equation that slices, pads or pools ``value``, but not along its ``kept`` dims.
 
-    ``kept`` tells for the position of a dim of ``value`` whether it is kept: the results are then split like ``value``
-    along this dim. Any other dim must be whole on every device, because what a device computes may need entries of
-    several shards. If such a dim is split, it is gathered first; a search does not split it.
+    Kept dims stay split. Any other dim must be whole on every device, because what a device computes may need entries
+    of several shards. If it is split, it is gathered first; a search does not split it.
     """
     results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
@@ -422,10 +415,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
-    """Return a pair of nodes, for the batch dim and the channel dim of a convolution's result.
-
-    A node is a number that says how a dim is split: dims with the same node are split alike. ``None`` stands for a new
-    node, whose dim may be split in its own way.
+    """Return the nodes (numbers) of a convolution's batch dim and channel dim; ``None`` stands for a new node.
 
     A grouped convolution divides the channels into feature groups, and convolves each group by itself. In a depthwise
     convolution, each group has one channel, so channels stay split. In the gradient of its kernel, the batch dim and

@@ -111,10 +111,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """Sizes of the only lookup that a step makes in an embedding.
-
-    From them a search estimates whether the batch axis should split the embedding's rows, too (see `weight_options`).
-    """
+    """Sizes of a step's only lookup in an embedding, to estimate whether the batch axis should split its rows, too."""
 
     dim: int
     """The dim of the embedding along which the indices count: usually 0, its rows."""
@@ -242,11 +239,7 @@ def make_problem(
     pins: Mapping[int, Spec],
     optimizer: OptimizerMemory,
 ) -> Problem:
-    """Turn a traced program into decisions and costs for the solver.
-
-    ``batch_axis`` is the mesh axis that splits the batch. ``pins`` are the layouts that the user has fixed, by
-    ``id(variable)``; ``optimizer`` says how much memory the optimizer needs for each weight.
-    """
+    """Turn a traced program into decisions and costs for the solver; ``pins`` are fixed layouts by ``id(variable)``."""
     program = traced.program
     dim_groups = _dim_groups(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.
@@ -294,11 +287,7 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
 
 
 def _dim_groups(traced: Traced) -> dict[int, int]:
-    """Return, for each group of the program, the number of its dim group: one number for groups of equal layers.
-
-    So the hidden dims of all layers of a transformer are one decision. Groups are compared by colour refinement on the
-    graph of groups, weights and operations, in `_ROUNDS` rounds. Two that occur in one tensor get different numbers.
-    """
+    """Return, for each group of the program, the number of its dim group: one number for groups of equal layers."""
     program = traced.program
     uses = Counter(_signature(program, op) for op in program.operations)
     for variable, value in traced.weights:

@@ -8,9 +8,7 @@ kernel ``down`` and of the activation ``h`` are one group:
                                      └────────────────────┴──────────────────┘ one group
 
 If an operation sums over a split dim, its result needs an all-reduce. If it needs a split dim whole, its operand needs
-an all-gather. `Program` collects groups, operations and these collectives. Each dim has a number, its *node*, and a
-union-find maps nodes to groups. Of the mesh, only the sizes of axes count here: they decide whether a reshape can keep
-a dim split.
+an all-gather. `Program` collects groups, operations and these collectives.
 """
 
 from __future__ import annotations
@@ -141,19 +139,11 @@ class Program:
         return node
 
     def length(self, node: int) -> int:
-        """Return the greatest common divisor of the lengths of all dims that are split alike with a dim.
-
-        The dim is given by its node (number). All these dims are split into equally many parts, so the number of parts
-        must divide this divisor. It is 1 for `UNSPLIT`, which stands for dims of length 1.
-        """
+        """Return the greatest common divisor of all lengths in a dim's group: the number of parts must divide it."""
         return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
-        """Merge the groups of two dims, so that both must be split alike, and return the number of the merged group.
-
-        The dims are given by their nodes (numbers of dims). A dim of length 1 has the node `UNSPLIT` and no group. If
-        one of the two is such a dim, nothing is merged, and the node of the other is returned.
-        """
+        """Merge the groups of two dims, given by their nodes, so that both are split alike; return the merged group."""
         # UNSPLIT is -1: the maximum is the other node.
         if UNSPLIT in (first, second):
             return max(first, second)
@@ -191,10 +181,9 @@ class Program:
         *,
         view_of: Value | None = None,
     ) -> Value:
-        """Add an array to the program, and return it.
+        """Add an array to the program, and return it; ``dims`` has a node (number) for each dim.
 
-        ``dims`` has a node (number) for each dim: dims with the same node are split alike. ``None`` stands for a new
-        node, whose dim may be split in its own way. By default, all nodes are new.
+        ``None`` stands for a new node, whose dim may be split in its own way. By default, all nodes are new.
         """
         shape = tuple(int(n) for n in shape)
         known = [None] * len(shape) if dims is None else dims
@@ -215,11 +204,7 @@ class Program:
             value.root.stored = True
 
     def keep_for_later(self, boundary: int) -> None:
-        """Record that values need buffers if the forward pass makes them and the backward pass reads them.
-
-        ``boundary`` is the moment at which the forward pass ends. Moments are values of ``clock``, which counts the
-        operations of the program.
-        """
+        """Record which values need buffers from the forward pass, which ends at ``boundary``, to the backward pass."""
         for value in self.values:
             # Views share their root's buffer, and what is recomputed needs none.
             if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
@@ -253,17 +238,13 @@ class Program:
                 self.work(why, value.dims, exchanges=(gather,))
 
     def heads_of(self, groups: int) -> int | None:
-        """Return the node (number) of the dim of all heads, if ``groups`` is the node of a dim of groups of heads.
-
-        Such a dim comes from a reshape in grouped-query attention, of 8 heads to (4 groups, 2 heads each) for example.
-        For the node of any other dim, return ``None``.
-        """
+        """Return the node of the dim of all heads for that of a dim of their groups (see `members`), else ``None``."""
         return self.members.get(self.group(groups))
 
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
         """Return the bytes that an all-reduce adds up on each device, if ``made`` is a sum of ``value`` over ``dim``.
 
-        The dim is split, and no other dim counts as split here. Usually these are all bytes of ``made``.
+        Only ``dim`` counts as split here. Usually these are all bytes of ``made``.
 
         In grouped-query attention, they may be fewer. For example, 8 heads in 4 groups are split over 8 devices, and
         gradients are summed over the 2 heads of each group. Each device has one head then. It adds up only with the

@@ -1,8 +1,4 @@
-"""Trace a Keras model on shapes alone, and read its program: no value is read, no buffer is allocated.
-
-JAX records the model's call or training step once (`record_program`); `trace` reads that program, equation by equation,
-into a `Program`, with one rule for each primitive (`_RULES`).
-"""
+"""Trace a Keras model on shapes alone, and read its program: no value is read, no buffer is allocated."""
 
 from __future__ import annotations
 
@@ -203,11 +199,7 @@ def reason_of(error: Exception) -> str:
 
 
 def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
-    """Find the operations of a recorded program, and which dims of its arrays a mesh axis must split alike.
-
-    ``divisors`` are the sizes of the mesh axes, the numbers of parts into which an axis may split a dim. They decide
-    whether a dim stays split where a reshape changes its length: both lengths must be divisible by the same sizes.
-    """
+    """Find the operations of a program, and which dims must be split alike; ``divisors`` are the sizes of mesh axes."""
     program = Program(divisors)
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))

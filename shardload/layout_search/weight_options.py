@@ -112,12 +112,7 @@ class WeightExchange:
 
 
 def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption) -> Iterator[WeightExchange]:
-    """Yield the collectives that a layout of one weight adds to a step, or saves.
-
-    A weight that is stored split is gathered before use, and in training again for the backward pass: by one all-gather
-    for each dim that is split in storage, the last dim first. If the batch axis splits an embedding's rows, too, those
-    of `batch_move` come first.
-    """
+    """Yield the collectives that a weight's layout adds to a step or saves: `batch_move`, and gathers before use."""
     if option.moved:
         yield from batch_move(problem, weight, option.assignment, option.moved)
     hardware, sizes = problem.hardware, problem.sizes
@@ -135,11 +130,7 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
 
 
 def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> str | None:
-    """Return the batch axis if it should split an embedding's rows, too, which saves time; ``None`` if it should not.
-
-    Every device then looks the whole batch up in its own rows, and the gradient of the whole embedding need not be
-    added up over the batch axis.
-    """
+    """Return the batch axis if it should split an embedding's rows, too, as that saves time; else ``None``."""
     embedding = weight.embedding
     if embedding is None or not (weight.trainable and problem.traced.training) or len(problem.pinned) != 1:
         return None

@@ -12,9 +12,6 @@
     limit ─► search ─► plan ─► compile ─► fits: the plan, with what was compiled
                ▲                  │ over the limit: a lower limit for the estimate, at most `_ATTEMPTS` times
                └──────────────────┘
-
-An estimate may also be too high. So if no layout is estimated to fit, the one that needs least memory is compiled
-anyway, provided that its weights and slots alone fit.
 """
 
 from __future__ import annotations
