@@ -1,15 +1,8 @@
 """Messages between the processes of one `jax.distributed` run, through its coordination service.
 
-The messages go through the service's key-value store. JAX runs it in every such run, and a background thread can use it
-at any time. (Collectives on devices would have to be ordered with those of training.) The main exchange:
-
-    together    every process runs a function and sends its result    ─► process 0 collects the results
-                ─► every process receives all of them, or raises the first failure
-
-A `Channel` numbers its exchanges, so all processes must make them in the same order. In a run of one process
-nothing is sent.
-
-`jax.distributed` has no public API for the store. No module but this one uses its private API.
+The messages go through the service's key-value store: JAX runs it in every such run, and a background thread can use it
+at any time. (Collectives on devices would have to be ordered with those of training.) `jax.distributed` has no public
+API for the store, and no module but this one uses its private API. In a run of one process nothing is sent.
 """
 
 from __future__ import annotations
@@ -173,10 +166,7 @@ class Channel:
         self._number = 0
 
     def together(self, do: Callable[[], _T]) -> list[_T]:
-        """Run ``do`` on every process, and wait until all are done; return all results (JSON), in process order.
-
-        If ``do`` fails, the process raises its own error, and every other process raises a copy of the first failure.
-        """
+        """Run ``do`` on every process; return all results (JSON), in process order, or raise if it failed on one."""
         if len(self._all()) == 1:
             return [do()]
         failure: BaseException | None = None

@@ -1,8 +1,4 @@
-"""Check that the processes of a run agree about a call, its arguments, and the initial values of variables.
-
-For every topic, each process lists facts as text and sends a digest of the list. Where two digests differ, process 0
-sends its list, and every process finds the first difference.
-"""
+"""Check that the processes of a run agree about a call, its arguments, and the initial values of variables."""
 
 from __future__ import annotations
 

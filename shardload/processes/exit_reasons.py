@@ -22,10 +22,7 @@ from shardload.processes import watchdog
 
 
 class ExitRecorder:
-    """Records why this process failed, in the folder of the training steps (saved states); not in a run of one process.
-
-    Without a folder, failures are only written to stderr.
-    """
+    """Records why this process failed, in the folder of the training steps (saved states), else on stderr."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -89,10 +86,7 @@ def exit_recorder() -> ExitRecorder:
 
 
 def _divert(pipe: int) -> int:
-    """Send what C++ code writes to stderr (file descriptor 2) into a pipe; return a new descriptor of the real stderr.
-
-    Python code goes on writing to the real stderr: ``sys.stderr`` is replaced by a file on the new descriptor.
-    """
+    """Send only what C++ code writes to stderr into a pipe; return a new descriptor of the real stderr."""
     sys.stderr.flush()
     real = os.dup(2)
     os.dup2(pipe, 2)

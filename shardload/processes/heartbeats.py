@@ -193,11 +193,7 @@ class Heartbeat:
     # ---- the thread that makes no requests -------------------------------------------------------
 
     def _watch(self) -> None:
-        """Check once per beat, in a thread of its own, that process 0 still answers; then call each of ``each_beat``.
-
-        Another thread sends requests to process 0, one round of them per beat. A request has no time limit, so that
-        thread waits forever if process 0 stops. If it completes no round for ``silent_s`` seconds, process 0 is lost.
-        """
+        """Check once per beat that process 0 answers (requests have no time limit); then call each of ``each_beat``."""
         seen = still = 0
         while not self._leaving.wait(self._beat_s):
             still = 0 if self._rounds != seen else still + 1

@@ -41,10 +41,7 @@ _LOOK_S = 0.2
 
 
 class JointCall:
-    """One process' side of a call that all processes make together; the n-th calls of all processes belong together.
-
-    A failure on one process is raised on all. If this process has to be terminated, ``on_end`` is called before.
-    """
+    """One process' side of a call that all processes make together. It calls ``on_end`` before it ends this process."""
 
     is_alone: ClassVar[bool] = False
     numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -74,10 +71,7 @@ class JointCall:
         self._beat.forget(self._flags)
 
     def try_again(self) -> None:
-        """Forget a failure that all processes know, so that they can try an alternative.
-
-        Otherwise the next `check` would find the failure again, and the alternative would stop on all processes.
-        """
+        """Forget a failure that all processes know: else the next `check` would stop an alternative that they try."""
         self._beat.forget(self._flags)
         self._flags = self._flags_of_attempt()
         self._beat.ask(self._flags)
@@ -101,10 +95,7 @@ class JointCall:
             raise self._from_elsewhere
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
-        """Meet the other processes: run ``do`` on every process and return all results, which must be JSON.
-
-        ``what`` names the meeting, and is the same on every process: all raise if they are at different ones.
-        """
+        """Run ``do`` on every process, at a meeting that all call ``what``; return all results, which must be JSON."""
         with self.attempt():
             # The message names its meeting, so that an answer to another question is not taken for one to this.
             word: Word = {"value": do(), "at": what}
@@ -310,19 +301,14 @@ def _with_note(error: Any, own: BaseException) -> Any:
 
 
 _OUTSIDE_S = 3.0
-"""Seconds that this process waits for the others as a joint call begins; then it starts JAX while it goes on waiting.
-
-JAX starts only if all processes start it. Another process may be starting JAX before it makes the joint call: it waits
-for this process to start JAX, too, while this process waits for it to make the call.
-"""
+"""Seconds that this process waits for the others as a joint call begins, until it starts JAX (`starting_meanwhile`)."""
 
 
 @contextmanager
 def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str = "loading") -> Iterator[JointCall]:
     """Make a call of a public function, such as `load`, together with all other processes of this run.
 
-    ``what`` is the thing loaded or saved, for reports of an unexpected exit. ``arguments`` must be equal on all
-    processes.
+    ``what`` is the thing loaded or saved, for reports of an unexpected exit. ``arguments`` are equal on all processes.
     """
     # Before the first meeting: if this process is killed from now on, its helper process can say so.
     recorder = exit_recorder()

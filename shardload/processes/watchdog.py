@@ -4,9 +4,6 @@
                        "end" ─► nothing to report   without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk
                                                                      (without a folder: on stderr only)
 
-When shardload runs as a command, the process's stderr goes through the helper, which prints it. The helper leaves out
-the stack trace of an abort by JAX if the helper's own message explains the abort.
-
 A killed process cannot report its exit; if process 0 is gone, JAX aborts all others at once. The helper runs as a
 separate program (``python -I -S watchdog.py``), imports only the standard library, takes 10 MB and sleeps all the time.
 """

@@ -74,10 +74,7 @@ def home() -> Path | None:
 
 @contextlib.contextmanager
 def any_home() -> Iterator[None]:
-    """Set HOME inside the with block if there is none, for packages that cannot be imported without it (kagglehub).
-
-    HOME is then the path of the null device, below which nothing can be read or written.
-    """
+    """Set HOME to the null device inside the with block if there is none: kagglehub cannot be imported without it."""
     if home() is not None:
         yield
         return

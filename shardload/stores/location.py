@@ -24,10 +24,7 @@ _LITTER_PREFIXES = ("._", ".nfs0")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place of a file or a folder, which need not exist.
-
-    ``str(location)`` is its name for messages: an absolute path or a URL. Locations of one store are ordered by key.
-    """
+    """The place of a file or folder, which need not exist; as text, its name in messages: an absolute path or a URL."""
 
     store: Store
     key: str

@@ -1,9 +1,4 @@
-"""Folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as stores, and the one test whether a source is a URL.
-
-    source ─► location_of ─► `Location(store, key)` if the source is a URL; None if it is a path
-
-`RemoteStore` is the store of each scheme in `SCHEMES`; `shardload.stores.requests` sends its requests.
-"""
+"""Folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as stores; `location_of` says whether a source is a URL."""
 
 from __future__ import annotations
 

@@ -125,10 +125,7 @@ class Requests:
             raise answers.stalled(self.url, name, limit_s, answer)
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
-        """Read a whole object, such as a small JSON file; return ``None`` if there is no such object.
-
-        Raises an error if the object has more than ``limit`` bytes, before it fills the host's memory.
-        """
+        """Read a whole object; return ``None`` if it is missing, and raise if it has more than ``limit`` bytes."""
         try:
             # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
             beyond = self.read(name, limit, limit + 1)

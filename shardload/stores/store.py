@@ -5,9 +5,6 @@
 A key names a file or a folder inside a store; parts are joined by ``/``. Implementations: `shardload.stores.local`
 (this machine), `shardload.runs.remote_store` (a training step in an object store). A new store subclasses `Store` and
 inherits the tests of ``tests/support/store_contract.py``.
-
-There are two more ways to read an open file: as the header of an untrusted file (`read_bytes`), and through a Python
-file object (`FileStream`).
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ from shardload.units import exact_bytes
 
 UNIT_BYTES = 1 << 20
 """The unit of verification: each digest covers this many bytes of a file, and remote files are fetched in such units.
-
-Smaller units would over-read less, but the lists of digests would grow (16 bytes per MiB).
-"""
+Smaller units would over-read less, but the lists of digests would grow (16 bytes per MiB)."""
 
 Kind = Literal["file", "folder", "other"]
 """What a name in a store belongs to. ``other`` is something that cannot be read, such as a pipe or a device."""
@@ -47,12 +42,7 @@ class File(Protocol):
         ...
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` with the bytes that start at ``offset``.
-
-        Raises:
-            TransferError: If the file ends before the buffer is full, or cannot be read.
-            DamagedError: If the bytes differ from the saved ones.
-        """
+        """Fill ``buffer`` from ``offset`` on; raise `TransferError` if this fails, `DamagedError` if bytes differ."""
         ...
 
     def read_unchecked(self, buffer: memoryview, offset: int) -> None:
@@ -111,28 +101,15 @@ class Store(ABC):
 
     @abstractmethod
     def kind(self, key: str) -> Kind | None:
-        """Return whether a key names a file, a folder or something else; ``None`` if nothing has that name.
-
-        Raises:
-            SourceError: If the store does not say, for lack of permissions for instance.
-        """
+        """Return what a key names, ``None`` if nothing; raise `SourceError` if the store does not say (permissions)."""
 
     @abstractmethod
     def names(self, key: str) -> list[str]:
-        """Return the names of the files and folders directly in a folder, sorted.
-
-        Raises:
-            SourceError: If the folder cannot be listed.
-        """
+        """Return the names of the files and folders directly in a folder, sorted; raise `SourceError` if that fails."""
 
     @abstractmethod
     def open(self, key: str) -> File:
-        """Open a file; the caller closes it.
-
-        Raises:
-            SourceNotFoundError: If there is no such file.
-            SourceError: If it is not a file, or cannot be opened.
-        """
+        """Open a file; the caller closes it. Raise `SourceNotFoundError`, or `SourceError` if it cannot be opened."""
 
     def identity(self, key: str) -> FileIdentity:
         """Return a file's size and version, which show later whether it was changed; raises like `open`."""
@@ -143,11 +120,7 @@ class Store(ABC):
             file.close()
 
     def local_path(self, key: str) -> Path:
-        """Return a path on this machine, for libraries that open files themselves; other stores may fetch a copy.
-
-        Raises:
-            UnsupportedError: If there is no such path.
-        """
+        """Return a local path, perhaps of a copy, for libraries that open files; else raise `UnsupportedError`."""
         raise UnsupportedError(
             f"Cannot open {self.shown(key)} in place: the library that reads it needs a file on this machine. "
             "Copy the checkpoint to this machine and load it from there"

@@ -8,11 +8,7 @@ remote        `RangeReads`: requests in advance     `RangeReads`, if the store v
 ============  ====================================  ========================================================
 
 A digest covers a MiB of a file (a *unit*). Blocks end where rows end, so neighbouring blocks share a unit. The first
-block that needs a unit reads all of it. The unit is kept until the last block that overlaps it is done::
-
-    file     |────unit────|────unit────|────unit────|
-    blocks   [  block 0     )[ 1 )[  block 2       )
-                          └ read, compared, kept for blocks 0, 1 and 2
+block that needs a unit reads all of it. The unit is kept until the last block that overlaps it is done.
 
 A request of any length costs a round trip. So neighbouring MiB of a remote file are fetched together, as a *range*.
 Ranges are requested in the order of the plan, several of them in advance::
@@ -25,8 +21,6 @@ Ranges are requested in the order of the plan, several of them in advance::
 Only *staged* and *packed* blocks, which pass through scratch memory, are read in units or ranges. With a
 `Verifier`, all other blocks are read twice: first to be verified, then to be used. The same holds for every block if
 the budget has no room for units. No byte reaches a shard before it has been verified.
-
-Longer than other modules: the sources are alternatives, read together.
 """
 
 from __future__ import annotations
@@ -58,30 +52,22 @@ MAX_RANGE_UNITS = 4
 so that a round trip hardly counts. Longer requests would leave fewer requests in flight."""
 _MAX_AHEAD_BYTES = 64 << 20
 """Most bytes of memory for ranges of remote files (up to 4 MiB each) that were requested and are not yet used up.
-
 Sixteen ranges fit. Each thread may need two of them: one for itself, and one that it shares with a neighbouring block.
-With two threads, this leaves twelve ranges that are on their way.
-"""
+With two threads, this leaves twelve ranges that are on their way."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
 """Smallest host-memory budget, in bytes, for a load from a remote store: ranges fetched in advance need it."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
 """Smallest host-memory budget, in bytes, with room for verified units (MiB) of files. With less, a load reads all bytes
 twice: to verify them, and to use them."""
 _IN_SCRATCH = ("staged", "packed")
-"""The values of `Block.how` for blocks that pass through scratch memory, a thread's own buffer between file and shards.
-
-Verified units and remote ranges are copied there, so `UnitReads` and `RangeReads` serve only such blocks.
-"""
+"""Values of `Block.how` for blocks that pass through scratch memory: only such blocks are read in units or ranges."""
 
 Unit = tuple[Location, int]
 """One unit of a file (the MiB that one digest covers): the file, and the unit's number, counted from 0."""
 
 
 class Verifier(Protocol):
-    """Compares the bytes of a checkpoint's files with saved digests, one for each unit (MiB) of a file.
-
-    Threads may share a verifier. `shardload.runs.digests.Checker` implements it for training steps.
-    """
+    """Compares the bytes of a checkpoint's files with saved digests, one for each unit (MiB) of a file. Thread-safe."""
 
     @property
     def bytes_checked(self) -> int:
@@ -89,12 +75,7 @@ class Verifier(Protocol):
         ...
 
     def check(self, path: Location, start: int, stop: int) -> None:
-        """Return once every unit that overlaps bytes ``[start, stop)`` of a file has been verified.
-
-        Raises:
-            DamagedError: When a digest does not match; names step, file and offset.
-            TransferError: When the file cannot be read.
-        """
+        """Verify every unit that overlaps bytes ``[start, stop)`` of a file; raise `DamagedError` if one differs."""
         ...
 
     def read_unit(self, path: Location, unit: int, into: memoryview) -> int:
@@ -117,10 +98,7 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
 
 
 def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
-    """Compare ``n_bytes`` of a file, from byte ``offset`` on, with their digests.
-
-    If ``n_bytes`` is 0, verify the whole file: the value is then not stored by itself, but somewhere in a header.
-    """
+    """Compare ``n_bytes`` of a file from ``offset`` on with digests; if 0 (a value in a header), the whole file."""
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
     verifier.check(path, start, stop)
 
@@ -140,10 +118,7 @@ class ByteSource(ABC):
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
         """Copy ``n_bytes`` of a file into scratch memory (``flat``); return how many: fewer only at the file's end.
 
-        Raises:
-            DamagedError: When the bytes do not match their digest; names step, file and offset.
-            TransferError: When the store cannot deliver the bytes.
-            OSError: When a read fails.
+        Raises `DamagedError` for bytes that differ from their digest; `TransferError` or `OSError` if a read fails.
         """
 
     @abstractmethod
@@ -369,19 +344,14 @@ class _Range:
 
 
 class RangeReads(ByteSource):
-    """Requests ranges of remote files (up to 4 MiB) in advance, before blocks (ranges of files to load) need them.
-
-    It does not compare bytes with digests itself. Some stores do so with all bytes that they return
-    (``store.is_verifying``); the bytes of other stores are used without verification.
-    """
+    """Requests ranges of remote files (up to 4 MiB) in advance; their bytes are verified only if the store does so."""
 
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
         """Decide which ranges to request for ``blocks``, all of which pass through scratch memory.
 
-        A load may have other blocks, such as those that a tensor's own reader decodes. They are not read in ranges:
-        ``verifier``, if any, reads and verifies their bytes before they are used.
+        ``verifier``, if any, reads and verifies the bytes of a load's other blocks before they are used.
         """
         super().__init__(verifier)
         self.shared_bytes = limit_bytes

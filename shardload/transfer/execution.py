@@ -243,10 +243,7 @@ class Transfer:
         return VariableTransfer(binding, shards, stored if widens else binding.dtype)
 
     def _jobs(self) -> Iterator[list[range]]:
-        """Yield the jobs for the threads. A job is a list of runs, each the range of blocks that are read together.
-
-        Short runs share a job. A run that takes memory from the host-memory budget is a job of its own.
-        """
+        """Yield the jobs for the threads: lists of runs (ranges of blocks read together). Short runs share a job."""
         # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * _QUEUED_PER_THREAD * 2)
         most = min(_JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)

@@ -17,9 +17,6 @@ first dims, a range in the next dim, and all indices in the rest::
         4  5  6  7  ┘ box 0 = view[:, 0:2]        elements 0 to 7, which lie side by side in the file
         8  9 10 11  ┐
        12 13 14 15  ┘ box 1 = view[:, 2:4]        elements 8 to 15
-
-All views of one tensor (for example query, key and value, stored as one fused kernel) are cut at the same rows of the
-tensor, so that they share reads.
 """
 
 from __future__ import annotations
@@ -39,10 +36,8 @@ from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
 """Shortest gap of unneeded bytes in a file that is skipped. A shorter gap is read, as that is faster than a new read.
-
 Reading 128 KiB takes 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measured on a disk from which length on skipping is
-faster: from 128 KiB in one case, from more than 512 KiB in another.
-"""
+faster: from 128 KiB in one case, from more than 512 KiB in another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +149,9 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield the regions of ``tensors`` (chunks, or whole tensors), each with its tensor, in the order of reading.
+    """Yield the regions of ``tensors``, each with its tensor, in the order of reading: by file, then by byte offset.
 
-    They are sorted by file, then by byte offset. A tensor that a reader decodes has no offset. It is sorted as if it
-    began where the region that ``tensors`` lists before it in the same file ends.
+    A tensor that a reader decodes has no offset: in its file, it follows the region that ``tensors`` lists before it.
     """
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
@@ -174,12 +168,7 @@ def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A box of a view (elements of a stored tensor that a variable needs), with its dims sorted: largest stride first.
-
-    In this *address order*, a step along an earlier dim leads further on in the file than a step along a later one. A
-    range of the first dim, with all indices of the others, then spans one part of the file. `cut` divides the box into
-    such parts, which are read one by one.
-    """
+    """A box of a view (elements of a stored tensor that a variable needs), its dims sorted: largest stride first."""
 
     order: tuple[int, ...]
     """The view's dim numbers, largest stride first."""
@@ -224,10 +213,7 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def is_injective(view: View) -> bool:
-    """Whether all indices of a view are different elements of the tensor: no broadcast dims, no overlapping windows.
-
-    A direct read needs such a view, because it sends each byte of a file to a single place.
-    """
+    """Whether a view has each element of the tensor at most once: a direct read sends each byte to a single place."""
     # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
     ordered = Ordered.of(view, Bounds.whole(view.shape))
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
@@ -238,8 +224,6 @@ def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tupl
     """Return how many elements are contiguous both in the file and in a shard, and how many dims step between runs.
 
     ``shape`` is that of the elements to move, ``source`` their strides in the file, and ``target`` those in the shard.
-    A run of contiguous elements can be moved at once. The innermost dims form the run; the others step from run to run.
-
     Example: shape (8, 6), strides (12, 1) in the file and (6, 1) in a shard: runs of 6 elements, 1 dim outside.
     """
     length, outer = 1, len(shape)

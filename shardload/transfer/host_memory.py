@@ -1,8 +1,6 @@
 """Host memory: fresh, aligned buffers for shards, and the budget that limits what is staged.
 
-On CPU, JAX uses a host array as device memory, without a copy, if the array starts on a 64-byte boundary. A shard
-buffer then *is* the device's memory: once it was handed over, it is never written or reused. All shards of one variable
-lie in one arena::
+JAX on CPU uses an aligned host array as device memory, without a copy. All shards of a variable lie in one arena::
 
     arena ─[ shard 0 │pad│ shard 1 │pad│ … ]      each shard on a 64-byte boundary
 
@@ -83,11 +81,7 @@ def _step(n_bytes: int) -> int:
 
 
 class Budget:
-    """Counts how many bytes of host memory a transfer has taken, up to a limit. It allocates nothing itself.
-
-    Used only by the thread that submits work: when a request is refused, the caller finishes work in flight to free
-    memory, then asks again. Nothing waits inside a lock, and submission order rules out deadlock.
-    """
+    """Counts the bytes of host memory that a transfer has taken, up to a limit. Only the submitting thread uses it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

@@ -18,13 +18,8 @@ A block is moved in one of four ways (``how``):
 * ``packed``: the block is a chunk that is compressed, or can only be decoded as a whole. It is decoded only once.
 * ``decoded``: a `RowReader` returns the rows. Such a block is 2 MiB long, because each call has a fixed cost.
 
-Small blocks next to each other are read together, through scratch, in *runs*::
-
-    file   ─[ a )[ b )[ c )[        d        )[ e )[ f )─
-    runs    └──── 0 ───┘└──────── 1 ────────┘└─── 2 ──┘
-
-Copying a block of a few KiB takes a few microseconds. A separate read for it, with all that Python does around the
-read, takes thirty.
+Small blocks next to each other are read together, through scratch, in *runs* (`joined_runs`): to copy a few KiB takes a
+few microseconds, but a separate read, with all that Python does around it, takes thirty.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Collect variables in host buffers and place them as sharded `jax.Array`s, never through device 0.
 
-A `Chunk` is a part of a variable whose elements are collected in host buffers, one buffer per shard. If the buffers
-become device memory or fit the budget, a chunk is the whole variable. Otherwise it is a box of the variable. A box is
-filled from consecutive blocks, uploaded and released, without waiting for the rest of the variable.
-
-`assemble` makes an array of the buffers in one call (27 µs for eight shards; `device_put` per shard takes 200 µs).
-CPU devices use the buffers as their memory. `IncrementalArray` is for variables larger than the budget: their shards
-are allocated on the devices, and each uploaded piece is written into place, so that a device stores only its final
-shards and one piece.
+If the buffers become device memory or fit the budget, a variable is placed as a whole, in one call (27 µs for eight
+shards; `device_put` per shard takes 200 µs). Otherwise it is divided into boxes. Each box is filled from consecutive
+blocks, uploaded and written into place (`IncrementalArray`), so that a device stores only its final shards and one box.
 
 Imports JAX: import this module only when a transfer is about to start.
 """
@@ -103,11 +98,7 @@ def _widened(array: Any, *, dtype: Any) -> Any:
 
 
 def widen(array: Any, *, dtype: Any) -> Any:
-    """Cast an array to a wider dtype on its devices.
-
-    If other processes have some of its shards, this process casts each of its own shards separately. One cast of the
-    whole array would have to wait until all processes start it, and they finish variables in different orders.
-    """
+    """Cast an array to a wider dtype on its devices: each shard on its own if other processes have some shards."""
     # Every process would have to start a program over all devices in the same order, and they finish variables in any.
     if array.is_fully_addressable:
         return _widened(array, dtype=dtype)
@@ -207,11 +198,7 @@ class StackedShards:
         return self.shards[max(0, first) : max(0, last)]
 
     def part(self, piece: BlockPiece, *, by_rows: bool) -> CopyPart | None:
-        """Return one copy that moves a block's piece to all shards at once; None if several copies are needed.
-
-        ``by_rows`` says that scratch holds only a few rows of the block at a time: one copy then works only for shards
-        that lie side by side within a row.
-        """
+        """Return one copy that moves a block's piece to all shards at once; None if several copies are needed."""
         view, box, d = piece.view, piece.box, self.dim
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
@@ -264,10 +251,7 @@ class Chunk:
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
-        """The boxes of the variable that this chunk shares with shards, one for each shard that overlaps the chunk.
-
-        A key is the box of the variable that the shard stores; the value is the part of it that is in the chunk.
-        """
+        """For each shard that overlaps this chunk: its box of the variable → the part of this box in the chunk."""
         if self.box.shape == self.variable.binding.view.shape:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
@@ -312,11 +296,7 @@ class Chunk:
 
 
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Make one chunk per variable; return the chunk that each piece of each block fills, by (block index, piece index).
-
-    A chunk is a part of a variable that is placed at once. It can be the whole variable where host buffers become the
-    devices' memory: they take nothing from the budget.
-    """
+    """Make one chunk per variable; return the chunk of each piece of each block, by (block index, piece index)."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):
@@ -335,8 +315,7 @@ def limited_chunks(
 ) -> dict[tuple[int, int], Chunk]:
     """Divide variables into chunks to upload; return the chunk of each piece, by (block index, piece index).
 
-    A chunk is a box of a variable that is filled on the host, uploaded and released. The chunks that are being filled
-    at a time fit into half of ``free_bytes``, so that those before them can still be on their way to the devices.
+    Chunks that are being filled take at most half of ``free_bytes``: others may still be on their way to the devices.
     """
     pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
     sharing: dict[str, set[int]] = {}
@@ -361,8 +340,7 @@ def _grouped(
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
     """Join pieces of a variable into chunks of at most ``limit`` bytes, which are placed on devices one by one.
 
-    An item of ``pieces`` is a block's index, the index of the piece in this block, and the piece's box of the variable.
-    Each chunk is returned with the two indices of all its pieces.
+    An item of ``pieces`` is (block index, piece index, box). Each chunk comes with both indices of all its pieces.
     """
     whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize

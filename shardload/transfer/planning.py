@@ -6,8 +6,6 @@ too long. If one variable needs scratch, all blocks of the tensor pass through i
 
 Views of one tensor whose byte ranges overlap (fused kernels, tied weights) share blocks, so that each byte is read
 once. Columns that no local shard needs are skipped if that is faster; `LoadPlan.read_bytes` counts them otherwise.
-
-Longer than other modules: the decisions about one block depend on each other.
 """
 
 from __future__ import annotations
@@ -179,11 +177,7 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A region of a tensor (one chunk, or all of it), and the parts of variables whose elements are in it.
-
-    The planner cuts all these parts into blocks (ranges of a file) at the same time, so that bytes that two variables
-    need are in one block, and are read once.
-    """
+    """A region of a tensor (one chunk, or all of it), and the parts of variables whose elements are in it."""
 
     tensor: Tensor
     region: Region
@@ -351,8 +345,7 @@ class Planner:
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
         """Return the most bytes that one block (a range of a file) of this region reads.
 
-        If a reader decodes the tensor, it decodes whole rows, or several rows together (a unit). A block then consists
-        of whole units, so the result is a multiple of a unit's bytes. If a unit is too long, a row takes its place.
+        If rows are decoded several at a time (a unit), it is a multiple of a unit, or of a row if a unit is too long.
         """
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
@@ -402,9 +395,8 @@ class Planner:
     def _row_elements(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
         """Return how many elements a row of the tensor has if a block of it can be copied to shards row by row, else 0.
 
-        Such a block passes through scratch memory a few rows at a time. A variable must need the same elements of each
-        of its rows, and they must not run over the end of a row: the same copy is then repeated for all rows. Besides,
-        two rows must fit into scratch.
+        For that, two rows must fit into scratch, and a variable must need the same elements of each row, none past its
+        end: the same copy is then repeated for all rows.
         """
         row_elements = part.row_elements
         if 2 * row_elements * part.tensor.dtype.itemsize > STAGED_BYTES:
@@ -425,10 +417,7 @@ class Planner:
         return elements * max((d.itemsize for d in wanted), default=0)
 
     def staged_bytes(self, block: Block) -> int:
-        """Return the bytes of all shards of this process that a block writes to: each shard whole, with its padding.
-
-        A load that uploads shards holds them in host memory while it fills them.
-        """
+        """Return the bytes of all shards of this process that a block writes to: each shard whole, with its padding."""
         used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
@@ -467,8 +456,7 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
 def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
     """Join ranges of elements that touch or overlap into blocks; yield each block's start, stop and pieces.
 
-    A block has at most ``limit`` elements, unless a single range is longer. An item of ``spans``, which are sorted, is
-    the start and stop of a range, and the piece of a variable that is in it.
+    ``spans`` are sorted. A block has at most ``limit`` elements, unless a single range is longer.
     """
     held: list[BlockPiece] = []
     first = last = 0

@@ -78,8 +78,7 @@ class Grid:
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
         """Return grids that read ``n_bytes`` of a file, from ``start`` on, as rows into ``target``.
 
-        Each row has ``row_bytes``; in memory the next row starts ``pitch_bytes`` after it, so rows may be padded. A
-        shorter last row has a grid of its own.
+        In memory, a row starts every ``pitch_bytes``, so rows may be padded. A shorter last row has a grid of its own.
         """
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
@@ -91,9 +90,8 @@ class Grid:
 def calls(grids: Sequence[Grid], *, start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Iterator[ReadCall]:
     """Yield the calls that read bytes ``start`` to ``stop`` of a file into the memory of ``grids``, in file order.
 
-    Each grid says where some of the bytes go: runs at regular distances, such as the rows of one shard. Bytes in no
-    grid go to ``gap_memory``, which must be as long as the longest gap. Grids must not overlap in the file. The list of
-    memory pieces of a call is valid only until the next call is requested.
+    Bytes in no grid go to ``gap_memory``, which must be as long as the longest gap. Grids must not overlap in the file.
+    The list of memory pieces of a call is valid only until the next call is requested.
     """
     # Grids whose runs alternate form a group: one begins before the last run of another one.
     groups: list[list[Grid]] = []
@@ -127,9 +125,7 @@ def _sliced(found: Entries) -> Iterator[ReadCall]:
 def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
     """Yield the calls that read a group of grids: runs of bytes, for several shards, that alternate in the file.
 
-    One call takes as many rows of runs as fit into its list of memory addresses. Only the list of the first call is
-    computed. Each later call uses this list again, after every address in it was moved on: by the distance in memory
-    between the rows of one call and those of the next.
+    Only the list of the first call is computed: as many rows of runs as fit. Each later call moves its addresses on.
     """
     first = group[0]
     per_row = _count(group) // first.shape[0]
@@ -166,10 +162,7 @@ def _tiles(group: list[Grid]) -> bool:
 
 
 def _zipped(group: list[Grid]) -> Entries:
-    """Return where the bytes of a group of grids go, in file order: one (address, number of bytes) per run.
-
-    The runs of the grids must alternate in the file without a gap.
-    """
+    """Return where grids put their bytes, one entry per run; the runs must alternate in the file without a gap."""
     first = group[0]
     found = np.empty((*first.shape, len(group), 2), np.int64)
     found[..., 1] = first.length
@@ -188,8 +181,7 @@ def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDA
 def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Entries:
     """Return where the bytes ``start`` to ``stop`` of a file go, in file order: rows (address, number of bytes).
 
-    Each run of bytes of each grid gets one row. A gap between two runs gets one, too: its bytes go to ``gap_memory``.
-    This sorts all runs, so grids may interleave in any way. Overlapping runs are an error.
+    Bytes between runs go to ``gap_memory``. All runs are sorted, so grids may interleave; runs must not overlap.
     """
     count = [math.prod(g.shape) for g in grids]
     # An empty run at ``stop`` turns the bytes after the last run into a gap like the others.

@@ -38,11 +38,7 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive row ranges of a tensor, of at most ``limit_bytes`` each.
-
-    A range has at least one row, and never divides rows that are stored in one chunk or are only decoded together. It
-    may then have more bytes.
-    """
+    """Yield consecutive row ranges of at most ``limit_bytes``; larger where rows are stored or decoded together."""
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):

@@ -10,9 +10,7 @@ Without the padding of 64 bytes, a walk down rows of 4 KiB hits the same few cac
 core. With padding, it copies 5.4 GB/s (2-byte elements, block of 1 MiB, in L2); tiles would not make it faster.
 
 Copies without a cast use unsigned integers of the element's size: NumPy would convert ``ml_dtypes`` arrays element
-by element and hold the GIL. A run of elements that goes to a shard unchanged is copied as one large element. For
-example, if each row is divided among shards in runs of 576 bytes, two threads copy 11.5 GB/s from scratch. A scatter
-read, which moves the same runs from the file straight to the shards, reaches 10 GB/s.
+by element and hold the GIL. A run of elements that goes to a shard unchanged is copied as one large element.
 """
 
 from __future__ import annotations
@@ -107,10 +105,7 @@ class BlockMemory:
 
 
 class RowCopy:
-    """Copies one part of a block to a shard; the block passes through scratch a few rows at a time.
-
-    It is created before anything is read: the layout of scratch is known, its address is not.
-    """
+    """Copies one part of a block to a shard, a few rows at a time; it is created before scratch has an address."""
 
     def __init__(self, part: CopyPart, flat: BlockMemory, *, row_elements: int, rows: int) -> None:
         start = address(part.view, part.box.start) - flat.start
@@ -169,10 +164,7 @@ def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...])
 
 
 def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
-    """Return the elements per row of scratch if a copy is faster with padding after each row; 0 if it is not.
-
-    Padding avoids cache conflicts, where a copy walks along the innermost dim of a shard, one row per element.
-    """
+    """Return the elements per row of scratch if a copy is faster with padding after each row; 0 if it is not."""
     view, box = parts[0].view, parts[0].box
     long = [d for d, n in enumerate(box.shape) if n > 1]
     row = view.strides[long[-1]] if long else 0

@@ -2,8 +2,7 @@
 
 The caller would compete with its workers for cores, so it sleeps until a given number of jobs has finished. The threads
 start before there is work: starting one while another touches fresh memory took 3 ms, a tenth of the time to read
-300 MB. A `Task` is everything that can be computed about a block before it is read; the caller prepares some tasks
-ahead. Scratch memory belongs to one thread, is reused from block to block and never leaves this module.
+300 MB. Scratch memory belongs to one thread, is reused from block to block and never leaves this module.
 
 Ctrl-C may interrupt the caller between any two instructions. An interrupted `threading.Condition` (or an executor or
 event, which use one) keeps its lock, and a worker would wait for that lock forever. So all shared objects are
@@ -173,10 +172,7 @@ class Task:
 
     @classmethod
     def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
-        """Compute all that moving a block needs before it is read.
-
-        This is best done before the first read: once threads copy, they empty the CPU's caches, which slows Python.
-        """
+        """Compute all that moving a block needs, before any read: copies empty the CPU's caches and so slow Python."""
         itemsize = tensor.dtype.itemsize
         if block.how == "direct":
             return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts])
@@ -325,10 +321,6 @@ class BlockCopier:
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
-    """Describe how a block, which passes through a thread's scratch memory, lies in that memory.
-
-    ``row`` is the number of elements per row if `PAD_BYTES` bytes of padding follow each row. If it is 0, all elements
-    follow each other without padding.
-    """
+    """Describe how a block lies in scratch; ``row`` is the elements per row if rows are padded there, and 0 if not."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
