@@ -250,7 +250,6 @@ class Checkpointer:
         return next((info for info in self.steps() if info.best), None)
 
     def __enter__(self) -> Checkpointer:
-        """Return this checkpointer."""
         return self
 
     def __exit__(self, *_: object) -> None:

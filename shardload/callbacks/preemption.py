@@ -1,9 +1,8 @@
 """Handle signals during ``fit``: SIGTERM, which a cluster sends before it takes a machine away, and Ctrl-C.
 
-After SIGTERM, the callback saves once more and ends ``fit``. After Ctrl-C, ``fit`` ends as it does without the
-callback, also when Python loses the `KeyboardInterrupt`, as in a finalizer. The handlers only set a flag; the callback
-checks it after each batch. With ``jax.distributed``, JAX handles SIGTERM itself, and all processes agree on the batch
-after which they save. No handler for SIGTERM is then set here, because it would replace JAX's.
+The handlers only set a flag, which the callback checks after each batch. After SIGTERM, it saves once more and ends
+``fit``. With ``jax.distributed``, JAX handles SIGTERM itself, and all processes agree on the batch after which they
+save. No handler for SIGTERM is then set here, because it would replace JAX's.
 """
 
 from __future__ import annotations

@@ -4,13 +4,9 @@ saved                          the next fit continues
 at the end of epoch 4          with epoch 5
 after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else from batch 1
 
-Keras' callbacks ``EarlyStopping`` and ``ReduceLROnPlateau`` decide by earlier epochs. Each step stores their state, for
-example how many epochs they have waited, and a resumed run restores it (`OtherCallbacks`)::
-
-    step.json    "callbacks": [{"callback": "EarlyStopping", "monitor": "val_loss", "wait": 2, "best": 0.25, …}]
-
-Keras resets both callbacks when ``fit`` begins, so their state is restored later, when the first epoch begins.
-`OrbaxCheckpoint` runs after both: a step saved at the end of an epoch contains what they decided after that epoch.
+Each step also stores the state of ``EarlyStopping`` and ``ReduceLROnPlateau`` (`OtherCallbacks`). Keras resets both
+when ``fit`` begins, so their state is restored later, when the first epoch begins. `OrbaxCheckpoint` runs after both: a
+step saved at the end of an epoch contains what they decided after that epoch.
 """
 
 from __future__ import annotations
@@ -348,11 +344,7 @@ def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
-    """Return the weights that a callback calls its best: those at the end of ``epoch``, counted from 0.
-
-    They are read from the step ``info``, or from another undamaged step of the same run. If no step was saved at the
-    end of that epoch, return ``None``.
-    """
+    """Return the weights at the end of ``epoch`` (from 0), if the step ``info`` or another step of its run has them."""
     for found in (info, *(step for step in list_steps(info.path.parent) if step.ours and step.run == info.run)):
         if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
             try:

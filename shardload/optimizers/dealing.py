@@ -1,11 +1,8 @@
 """Decide which devices update which matrices of REKLS, and turn shards into whole arrays for that.
 
-REKLS keeps two factors for each weight matrix: square matrices that it decomposes into eigenpairs.
-
-If there are as many matrices of one kind as devices, all split over all devices, they are dealt out: each device gets
-one of them whole, and updates it alone. Other matrices are whole on all devices. Each device decomposes its share of
-their factors, then all devices get all eigenpairs. For example, four devices share six factors of 64 x 64 and three of
-32 x 32::
+`batched` says which matrices one device updates alone. Of all others, each device decomposes its share of the factors
+(square matrices, two for each weight matrix), then all devices get all eigenpairs. For example, four devices share six
+factors of 64 x 64 and three of 32 x 32::
 
     device 0   64 64          device 2   64    32
     device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to whoever has least to do
@@ -44,10 +41,7 @@ _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """The properties of a weight matrix that decide which matrices are updated together.
-
-    Matrices that are equal in all these fields can be dealt out: each is then updated by one device alone.
-    """
+    """The properties of a weight matrix. Matrices that are equal in all of them can be dealt out, see `batched`."""
 
     sides: tuple[int, int]
     """Numbers of rows and columns of the matrix, which are the sizes of its factors."""
@@ -168,11 +162,7 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
-    """Return which factors this device has to decompose now, as an array of positions in ``group.factors``.
-
-    ``group.hands`` has all positions for each device; the slice ``cards`` selects those for now. If it selects fewer
-    for this device than for another, -1s follow: the array has the same length on all devices.
-    """
+    """Return which of ``group.factors`` this device decomposes now, by position; shorter lists end in -1s."""
     # All devices run one program: each looks up its own row in a constant.
     hands = [hand[cards] for hand in group.hands]
     longest = max(map(len, hands))

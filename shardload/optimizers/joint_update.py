@@ -4,10 +4,8 @@
     gradients are only accumulated  ─► nothing changes, nothing is computed
     otherwise                       ─► matrices: `update`; other variables: AdamW
 
-Matrices of one kind have the same shape, dtype and layout. If there are at least as many of them as devices, and all
-are split over all devices, each device updates equally many alone. The rest, and all other matrices, are updated by all
-devices together. W is the weight of a matrix, G its gradient, L and R are its factors, Q and λ their eigenpairs, M and
-V Adam's moments::
+`dealing.batched` says which matrices each device updates alone. All others are updated by all devices together. W is
+the weight of a matrix, G its gradient, L and R are its factors, Q and λ their eigenpairs, M and V Adam's moments::
 
     each device alone:
     shards of all matrices  ─► some whole matrices on each device ─► their update there ─► shards of all matrices
@@ -17,8 +15,8 @@ V Adam's moments::
     shards of L, R, W       ─► element by element, with the device's slice of what the arithmetic gives
     whole L, R              ─► each device decomposes its share of all factors ─► eigenpairs to all devices
 
-Matrices are updated in batches, one after the other, so that only one batch is whole at a time. Each batch is a
-`jax.lax.cond`, because XLA frees its memory at its end; barriers between batches have no effect on CPU.
+Only one batch of matrices is whole at a time. Each batch is a `jax.lax.cond`, because XLA frees its memory at its end;
+barriers between batches have no effect on CPU.
 
 Gathers are written out in a `jax.shard_map`: XLA's partitioner would split the inner products, and rounding would then
 depend on the layout. State has the same bits for every way to split W on one mesh; W may differ in its last bit,
@@ -145,10 +143,7 @@ def _local(
 def _update_each_on_one(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Inside `jax.shard_map`, update matrices of one kind: equally many on each device, whole, which it updates alone.
-
-    ``states`` and ``gradients`` are this device's shards of all these matrices, and so is the result.
-    """
+    """Inside `jax.shard_map`, update matrices of one kind: each device makes equally many whole and updates them."""
     mesh, specs = plan.mesh, plan.matrices[0].specs
     assert mesh is not None
     # Shards of all matrices ─► whole matrices, `count` on each device ─► the update without a mesh ─► shards again.

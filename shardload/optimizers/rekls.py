@@ -191,11 +191,7 @@ class REKLS(JointOptimizer):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
     def start_of_slot(self, slot: str) -> Any:
-        """Return the Keras initializer of a kind of state, which `build` creates with it.
-
-        ``slot`` is the attribute of this optimizer that lists the state, such as ``left_vectors``. A restore also calls
-        this, for state that the saved training step does not have.
-        """
+        """Return the Keras initializer of the attribute ``slot``; a restore asks for it if a step lacks this state."""
         return rekls_setup.start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:

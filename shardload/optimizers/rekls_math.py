@@ -201,10 +201,7 @@ def _columns(matrices: Array, order: Array) -> Array:
 
 
 def _singly_on_cpu(decompose: Callable[..., Eigenpairs], *stacks: Any) -> Eigenpairs:
-    """Decompose one matrix or a stack (b, n, n): on CPU one matrix after the other, elsewhere all at once.
-
-    On CPU, jaxlib 0.10 would use the threads in which simulated devices wait for each other, and hang.
-    """
+    """Decompose a matrix or a stack (b, n, n); on CPU one by one, because jaxlib 0.10 hangs with simulated devices."""
     if stacks[0].ndim == 2:
         return decompose(*stacks)
     # Decided when the program is lowered, because tracing does not know the platform.
@@ -265,10 +262,7 @@ def adam(moments: Moments, gradient: Array, step: Array, settings: Settings) -> 
 
 
 def active(pairs: Sides, settings: Settings) -> Array:
-    """Return in which coordinates (m, n) of the eigenbases gradients were more than rounding noise, as booleans.
-
-    Both eigenvectors of such a coordinate have eigenvalues of at least `rank_tolerance` times the largest.
-    """
+    """Return where (m, n) gradients exceed noise: where both eigenvalues reach `rank_tolerance` times the largest."""
 
     def one(pair: Eigenpairs | None) -> Array:
         # Eigenvalues that are all 0, as before the first decomposition, say nothing: everything is active.

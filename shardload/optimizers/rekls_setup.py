@@ -1,7 +1,4 @@
-"""What REKLS checks and creates before its first step: its arguments, and the state of each variable.
-
-The state is stored in Keras variables, on the mesh of the variable that it belongs to.
-"""
+"""What REKLS checks and creates before its first step: its arguments, and the state of each variable."""
 
 from __future__ import annotations
 
@@ -273,11 +270,7 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
 
 
 def start_of_slot(slot: str, options: Options) -> Any:
-    """Return the Keras initializer of one state variable of the optimizer.
-
-    ``slot`` names it by the optimizer's attribute that holds it, such as ``left_vectors``, or is a counter. The factors
-    L and R (averages of products of gradients) start as zeros, which tell the update that there was no gradient yet.
-    """
+    """Return the Keras initializer of REKLS' attribute ``slot``. Factors of 0 mean that there was no gradient yet."""
     if slot.endswith("_vectors"):
         return keras.initializers.Identity()
     starts_at_zero = options.starts_at_rms or not slot.endswith("_values")
@@ -305,11 +298,7 @@ def _split_state(variable: Variable, own: NamedSharding | None, side: int, optio
 
 
 def along_first(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a factor or eigenpairs of shape ``shape``; ``layout`` is that of their weight.
-
-    Dim 0 is split over all mesh axes that split the weight in any dim. If dim 0 does not divide evenly into that many
-    parts, the array is whole on every device.
-    """
+    """Return a factor's layout: dim 0 split over all axes that split its weight, or whole if that is uneven."""
     # Along one dim, whatever dims of the variable the axes split: a factor's rows mix several of those.
     axes = tuple(axis for split in layout.spec for axis in split)
     found = Layout(layout.mesh, (axes, *((),) * (len(shape) - 1)))

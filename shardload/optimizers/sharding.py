@@ -97,10 +97,7 @@ def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> Sl
 
 
 def _mesh(optimizer: Any, model: Any) -> MeshSpec | None:
-    """Return the mesh of the weights, or ``None`` if none of them is on a mesh yet.
-
-    Raise a `LayoutError` if the optimizer already has slots, and their weights are on no mesh.
-    """
+    """Return the mesh of the weights, or ``None`` if they are on none yet; raise if they are on none but have slots."""
     if model is not None and not optimizer.built:
         weights = list(model.trainable_variables) if getattr(model, "built", False) else []
     else:

@@ -9,9 +9,8 @@ argument of the callbacks, says which of these count::
 The value to beat is determined anew when ``fit`` begins, because steps may have been removed or damaged since. NaN and
 infinities never count as the best: no later value could beat them.
 
-`Retention` has up to four rules, such as "the 3 latest steps". A step stays if any rule keeps it. Only undamaged steps
-saved by shardload are counted and removed; users remove all other steps themselves. The best steps of another callback
-or run stay, too, so one callback for the latest steps and one for the best can share a folder.
+`Retention` counts and removes only undamaged steps saved by shardload; users remove all others themselves. The best
+steps of another callback or run stay, too: one callback for the latest steps and one for the best can share a folder.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ _READ_BYTES = 4 << 30
 class Best:
     """Tracks the best value of a metric that any step has, so that a callback can tell whether a new step is better.
 
-    ``of`` says whose steps are compared: with ``"folder"``, those of all runs that saved to the folder; with ``"run"``,
-    those of this run and of the run that it resumed. ``rule`` is the user's argument that needs the best step, such as
-    ``keep_best``, to be named in notices. With ``None``, nothing depends on the best step. A step is then taken as the
-    best without reading its files, which would show whether it is damaged.
+    ``of`` is the callback's ``best_of``. ``rule`` is the argument that needs the best step, such as ``keep_best``, for
+    notices. With ``None``, nothing depends on the best step. A step is then taken as the best without reading its
+    files, which would show whether it is damaged.
     """
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
@@ -55,11 +53,7 @@ class Best:
     def begin(
         self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
     ) -> list[str]:
-        """When ``fit`` begins, find the value of the metric that a new step has to beat; return sentences for the user.
-
-        ``steps`` are those in ``folder``, and ``resumed`` is the one that training continues from. Process 0 reads
-        them and sends what it finds to the other processes.
-        """
+        """When ``fit`` begins, process 0 finds the value to beat and sends it to all; return sentences for the user."""
         # The run of the step that was resumed, of the model's last ``fit`` in this process, or a new one.
         runs = record_of(model).runs
         known_run = runs.get(folder) if resumed is None else resumed.run
@@ -147,11 +141,7 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """The metric that ranks steps, such as ``val_loss``, and the best value of it so far.
-
-    ``mode`` says whether lower ("min") or higher ("max") is better; with "auto", the metric of the model says it. The
-    first value has to beat ``threshold``, if given.
-    """
+    """The metric that ranks steps, such as ``val_loss``, and its best value so far, at first ``threshold``."""
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))

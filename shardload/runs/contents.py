@@ -1,8 +1,6 @@
 """The content of a step: a model's state, the configuration to rebuild it from, and the position in the training data.
 
-`Selection` says which weights a step stores: all weights, those that training changes, or those that the user names.
-Positions of data iterators are in ``shardload/iterator.json``: one record per process, or a single record if the
-positions of all processes are equal.
+Positions of data iterators are in ``shardload/iterator.json``: one record per process, or one if all are equal.
 """
 
 from __future__ import annotations
@@ -147,11 +145,7 @@ class Contents:
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         **how: Any,
     ) -> SaveJob:
-        """Collect all that a step will contain, for the writer.
-
-        ``record`` becomes ``step.json``, with versions, mesh and so on added. ``how`` are further fields of `SaveJob`,
-        such as the compression.
-        """
+        """Collect all that a step will contain; ``how`` are further fields of `SaveJob`, such as the compression."""
         state = self.described_state(model)
         shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
         meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))

@@ -298,10 +298,7 @@ def is_empty(path: Path) -> bool:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file's data, or a folder's list of names, to disk, so that it survives a power loss.
-
-    If this raises an error, the data is not safe on disk, even if a later call succeeds.
-    """
+    """Flush a file, or a folder's names, to disk. If this raises, data is not safe, even if a later call succeeds."""
     # A folder can only be opened for reading, and fsync accepts such a descriptor for files, too.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

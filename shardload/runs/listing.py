@@ -11,11 +11,7 @@ At a URL, only shardload's steps can be read::
     s3://bucket/run/7        a single step, recognized by its digests
     http://host/run          HTTP cannot list: give the step's number or its own URL
 
-Listing reads no arrays. `alternative` chooses a step to use instead of a damaged one, and does read it completely if it
-is local::
-
-    step="latest", a number    the newest undamaged step before the damaged one
-    step="best"                the best of the other undamaged steps
+Listing reads no arrays. Only `alternative` reads local steps completely, to find an undamaged one.
 """
 
 from __future__ import annotations
@@ -346,8 +342,8 @@ def alternative(
 ) -> Alternative:
     """Find a step to use instead of the damaged step ``bad``: for ``fallback="previous"``, or to name in the error.
 
-    ``which`` is the step that the user requested, as in `find_step`. ``bad`` is ``None`` if damaged metrics hide which
-    step is the best. All steps in ``tried`` were found to be damaged.
+    For ``which="best"``, this is the best of the other undamaged steps, else the newest undamaged one before ``bad``.
+    ``bad`` is ``None`` if damaged metrics hide which step is the best. All steps in ``tried`` were found to be damaged.
     """
     # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
     store = remote_store(directory)

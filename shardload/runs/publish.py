@@ -5,8 +5,7 @@
                                └────► root/7        fsync of all files and folders, rename, fsync of root
 
 If the process is killed before the rename, there is no step; after it, the step is complete. A staging folder whose
-lock is free has no writer: `remove_stale` removes only such folders. If it removes a folder between its creation
-and its locking, the writer creates another one.
+lock is free has no writer: `remove_stale` removes only such folders.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class Root:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False) -> None:
-        """Open the folder of a run; a relative path refers to the directory that is current now, not later.
-
-        With ``create``, create it and its parents if missing, and raise if the user cannot write to it, so that
-        training does not start without a place to save to.
-        """
+        """Open a run's folder; ``create`` makes it if missing, and raises before training if it is not writable."""
         # Resolve links now: if a link changes later, this run keeps its folder.
         self.path = expanded(path).resolve()
         self.opened_s = time.time()
@@ -96,11 +91,7 @@ class Root:
 
 
 class Staging:
-    """The hidden folder in which one step is written, so that nobody sees an incomplete step.
-
-    One process creates it by `begin`, and others open it by `join`. In the end, the first one calls `publish`, which
-    makes it a step, or `discard`.
-    """
+    """The hidden folder in which one step is written, so that nobody sees an incomplete step."""
 
     def __init__(self, root: Root, step: int, home: Path, lock: FolderLock | None) -> None:
         self.root = root
@@ -144,10 +135,7 @@ class Staging:
             raise failed_save(why, step=self.step, folder=self.path, number=errno.ENOENT)
 
     def publish(self) -> Path:
-        """Flush all files to disk, rename the folder to its step number and return the new path.
-
-        If a step of this number was published in the meantime, raise; the staging folder stays until `discard`.
-        """
+        """Flush all files to disk and rename the folder to its step number; raise if that step exists by now."""
         target = self.root.path / str(self.step)
         if self._lock is None:
             raise UsageError(f"Cannot publish {self.home} from this process: only the process that began the step can")
@@ -174,10 +162,7 @@ class Staging:
         return target
 
     def discard(self) -> None:
-        """Remove the staging folder with its files, and then ``.staging`` itself if it is empty.
-
-        Does nothing after `publish` or an earlier `discard`.
-        """
+        """Remove the staging folder if it is still there, and then ``.staging`` itself if that is empty."""
         if self._lock is not None:
             remove_for_good(self.home)
             self._finish()
@@ -202,10 +187,7 @@ class Staging:
 
 
 def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
-    """Remove the staging folders of processes that died while they wrote, and return their paths; others stay.
-
-    A folder that cannot be removed is tried again next time.
-    """
+    """Remove the staging folders of writers that died, and return their paths; retry failed removals next time."""
     staging = Path(root).absolute() / _STAGING
     folders = sorted(staging.iterdir()) if staging.is_dir() else []
     # Each lock is held until its folder is gone, so that two processes do not remove the same one.

@@ -31,11 +31,7 @@ Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str,
 
 
 class StepSaver:
-    """Saves the steps of one run to a folder; `shardload.callbacks.OrbaxCheckpoint` describes the arguments.
-
-    ``rule`` is the user's argument that needs the best step, such as ``keep_best``. ``warn`` is called with a message
-    about each part that cannot be saved.
-    """
+    """Saves the steps of one run to a folder; see `OrbaxCheckpoint` for the arguments, and `Best` for ``rule``."""
 
     def __init__(
         self,
@@ -76,9 +72,8 @@ class StepSaver:
     ) -> list[str]:
         """Find the best value of the metric in ``steps``, which a new step has to beat; return notices for the user.
 
-        ``model`` tells whether lower or higher values of its metric are better. ``resumed`` is the step that training
-        continues from, if any; its run counts as part of this one. By ``channel``, process 0 sends the best value to
-        the other processes; by default, it is the channel on which saves are coordinated.
+        The run of ``resumed``, the step that training continues from, counts as part of this one. By ``channel``,
+        process 0 sends the best value to the others; by default, it is the channel on which saves are coordinated.
         """
         return self.best.begin(model, steps, self.directory, resumed, channel=channel or self.writer.channel)
 

@@ -167,10 +167,7 @@ def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
 
 
 def mismatch(stated: int) -> str:
-    """Return what is wrong with a step whose folder was copied or renamed, as a phrase for lists and messages.
-
-    ``stated`` is the number in its ``step.json``, which differs from the number that is the folder's name.
-    """
+    """Say what is wrong with a copied or renamed folder, as a phrase; ``stated`` is the number in its ``step.json``."""
     return f"contains step {stated}: copied or renamed"
 
 
@@ -272,10 +269,7 @@ class StepInfo:
 
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the same steps, the best one marked by ``best_by``, for users who look at a list of steps.
-
-    ``best_by`` names the monitored metric and its value. No step is marked if none has a value of that metric.
-    """
+    """Return the same steps, the best one marked: its ``best_by`` names the monitored metric and its value."""
     last, best = ranking_record(found), next(iter(best_first(found)), None)
     if last is None or best is None:
         return list(found)
@@ -286,11 +280,7 @@ def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
 
 
 def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the steps that have a value of the monitored metric, best first.
-
-    The metric is that of the newest step saved with ``keep_best``. Only if there is no such step, it is that of the
-    newest step with a monitored metric.
-    """
+    """Return the steps that have a value of the metric that `ranking_record` chooses, best first."""
     if (last := ranking_record(steps)) is None:
         return []
     runs = [last.run] if last.best_of == "run" else None

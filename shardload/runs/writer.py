@@ -10,11 +10,6 @@ Orbax handler) go to Orbax in the training thread. So do all items if several pr
 
 Several processes do each stage together. Process 0 creates, publishes and removes folders; each process writes its own
 shards and computes the digests of its files. A failure on one process fails on all.
-
-A process that exits, even through an exception in ``fit``, first finishes the current save. An error of the worker is
-raised later, by `raise_failure` or `wait`. Until a step is complete, all its files are in a staging folder.
-
-Longer than other modules: the stages of one save, read in order.
 """
 
 from __future__ import annotations
@@ -233,10 +228,7 @@ class Writer:
 
 
 def _finish_all() -> None:
-    """Finish all saves when Python exits, early enough that Orbax can still start threads.
-
-    One more Ctrl-C does not cancel the saves, which are nearly complete; a second one does.
-    """
+    """Finish all saves when Python exits, while Orbax can still start threads; only a second Ctrl-C cancels them."""
     with suppress(KeyboardInterrupt), defer_interrupt():
         for writer in list(_WRITERS):
             try:
@@ -431,10 +423,7 @@ class ArraySnapshot:
 
 
 def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
-    """Preserve the current values of pytrees until they are written, while training goes on; no JAX array is copied.
-
-    Returns ``None`` if an item contains anything but CPU arrays of this process and plain values.
-    """
+    """Keep the values of pytrees while training goes on, without copies; ``None`` if `_is_plain_tree` refuses one."""
     return ArraySnapshot(items) if all(map(_is_plain_tree, items.values())) else None
 
 
