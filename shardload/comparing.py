@@ -69,17 +69,7 @@ class Comparison:
 
 
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str], *, progress: ProgressLike = None) -> Comparison:
-    """Compare two checkpoints of any formats.
-
-    Args:
-        first: Any source that `shardload.load` takes.
-        second: Like ``first``.
-        progress: As for `shardload.load`; counts the bytes of the first.
-
-    Raises:
-        SourceNotFoundError: When one of them does not exist.
-        TransferError: When one of them cannot be read completely.
-    """
+    """Compare two checkpoints of any formats; ``progress`` counts the bytes of the first."""
     shown = as_progress(progress)
     shown.start(0, f"Comparing {first}")
     try:

@@ -107,10 +107,7 @@ def drop(handler: Any = lambda number, frame: None) -> None:
 
 
 def end_with(code: int, farewell: Callable[[int], None]) -> None:
-    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with the process' own exit ``code``: its results are complete.
-
-    ``farewell`` is called first with the signal's number, in another thread, and must not block.
-    """
+    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with the process' own exit ``code``: its results are complete."""
     if _handled(_ENDING):
         drop()
         _watched(farewell, code)
@@ -119,9 +116,8 @@ def end_with(code: int, farewell: Callable[[int], None]) -> None:
 def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
     """Start a thread that ends the process when a signal arrives, even while the main thread is in C++ code.
 
-    Python writes the signal's number to a pipe, and the thread waits for it there. Then the thread calls ``farewell``
-    with the number, and ends the process with exit code ``code`` (``None``: 128 + number). Return two descriptors: the
-    end of the pipe that Python writes to, and where Python wrote before, to be set again by `signal.set_wakeup_fd`.
+    Return two descriptors: the end of a pipe to which Python writes each signal's number, and where Python wrote them
+    before, to be set again by `signal.set_wakeup_fd`. With ``code`` = ``None``, the exit code is 128 + number.
     """
     # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()

@@ -60,14 +60,7 @@ class Verdict:
 def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> list[Verdict]:
     """Read a checkpoint, or all steps of a run, to the end.
 
-    Args:
-        source: A step's folder, a folder of steps, or any source that `shardload.load` takes.
-        progress: As for `shardload.load`.
-
-    Raises:
-        SourceNotFoundError: When the source does not exist.
-        UnsupportedError: When its format is unknown.
-        LimitError: When a limit of this process (files, memory) prevents reading; the checkpoint may be undamaged.
+    Raise `LimitError` if a limit of this process (files, memory) prevents reading: the checkpoint may be undamaged.
     """
     shown = as_progress(progress)
     try:

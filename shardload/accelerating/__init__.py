@@ -6,8 +6,6 @@
                                                                        └─► Keras makes the call, the report says why
 
 So the model, its names, its seeds and all errors are Keras' own; shardload only reads the weights and places them.
-While KerasHub builds a model from a preset, its own calls to load weights are recorded, not made. They tell which
-folder to read, and whether the head of a task is loaded too. Then shardload loads everything at once.
 """
 
 from __future__ import annotations

@@ -36,11 +36,7 @@ Lend = Callable[[Any, _Array], None]
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Yield (code, variable) for each variable whose value is computed, not copied from a tensor.
-
-    The code is a KerasHub converter or a layer's loading hook. If several of them compute a value for one variable,
-    only the last is yielded, because its value replaces the others.
-    """
+    """Yield (code, variable) for each variable that code computes, with the last if several do: its value stays."""
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):
@@ -98,11 +94,7 @@ def compute(
 
 
 def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> bool:
-    """Run a KerasHub converter or a layer's loading hook; return whether it finished, or must run again.
-
-    If it reads a variable that has no value yet, it stops. Then that variable gets its stored value temporarily, and
-    another run can read it.
-    """
+    """Run code that computes values; if it reads a variable without a value, lend it one and return ``False``."""
     # A hook may also set attributes of its layer: undo that, so that a second run finds what the first one found.
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
@@ -130,10 +122,7 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
 
 @contextmanager
 def _lending() -> Iterator[Lend]:
-    """Yield a function that gives variables temporary values, which a converter or a layer's hook reads.
-
-    After the block, these variables have no values again.
-    """
+    """Yield a function that gives variables temporary values; after the block, they have no values again."""
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: _Array) -> None:
@@ -150,10 +139,7 @@ def _lending() -> Iterator[Lend]:
 
 @dataclass(slots=True)
 class _Runtime:
-    """What a KerasHub converter or a layer's loading hook calls to read tensors and to set variables.
-
-    In a load, the variables would get the values; here, the values are written to the conversion's target files.
-    """
+    """What converters and hooks call to read tensors and set variables; here, the values go to the target's files."""
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
@@ -169,17 +155,10 @@ class _Runtime:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Return ``None``, where a load would return the array for the variable called ``name``.
-
-        The variable's value is a stored tensor, or a part of one. Other code of the conversion copies it to the target.
-        """
+        """Return ``None``, where a load would return an array: other code copies stored tensors to the target."""
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Return ``value``, without assigning it to the variable: the model needs no values in a conversion.
-
-        A layer's hook assigns stored values unchanged by this call. Other code of the conversion copies them to the
-        target.
-        """
+        """Return ``value``, which is stored, without assigning it: other code copies it to the target."""
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:

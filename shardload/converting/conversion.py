@@ -221,10 +221,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
 def write_all(
     source: Source, plan: ConversionPlan, staging: ConversionFolder, *, block_bytes: int, progress: Progress
 ) -> int:
-    """Make the target's files, or reuse those of an interrupted run, and write all tensors.
-
-    Return how many tensors the interrupted run had written, so that they were only checked.
-    """
+    """Write all tensors to new files or those of an interrupted run; return how many that run had written."""
     staging.begin(identity(source, plan, staging.target))
     if staging.places is None:
         check_room(staging.target, plan)
@@ -299,10 +296,7 @@ class _Work:
         self.staging.note_done(copy.wanted.name, self._digest(copy))
 
     def copy(self, copy: Copy) -> None:
-        """Write the value of a variable that is available as it is: a view of a stored tensor, or an array.
-
-        Values that code must compute (a KerasHub converter, a layer's loading hook) are written after all others.
-        """
+        """Write the value of a variable that is available as it is: a view of a stored tensor, or an array."""
         value, dtype = copy.value, copy.wanted.dtype
         if value.tensor is None or value.view is None:
             self.put(copy, np.asarray(value.array if value.live is None else value.live()))

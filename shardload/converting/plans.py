@@ -70,12 +70,7 @@ class ConversionPlan:
 
 
 class NoPlaceError(UnsupportedError):
-    """The target's format cannot store something that the model has.
-
-    Args:
-        why: The message, without advice what to do instead: `targets.plan_for` adds advice that suits the call.
-        instead: The formats that can store it, by their names in `convert`.
-    """
+    """The target's format cannot store something that the model has; ``instead``: names of formats that can."""
 
     def __init__(self, why: str, *, instead: tuple[str, ...] = ("h5", "orbax")) -> None:
         super().__init__(f"{why}. Choose the format {' or '.join(instead)}")

@@ -133,8 +133,7 @@ class ConversionFolder:
 
         If the file system has hard links, each shard also keeps its name in the working folder until the end, so that a
         killed run can be continued. The index of a replaced checkpoint is removed first, so that no index ever lists
-        shards of two checkpoints. ``sidecars``: small files next to the target, path in the working folder → final
-        path. ``removed``: a file that describes another model, to be removed.
+        shards of two checkpoints. ``sidecars`` and ``removed``: as for `publish`.
         """
         self.flush()
         check_free(self.target, folder=False, overwrite=overwrite)

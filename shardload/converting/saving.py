@@ -163,10 +163,7 @@ def save_as(
 
 
 def _format_to_convert(target: Path, to: str | None) -> str | None:
-    """Check ``to``, the format that the user named, and return the format to write; ``None``: the file's name tells it.
-
-    For ``preset``, return ``h5``: conversions to a folder call that format so.
-    """
+    """Check ``to``, and return what conversions call this format; ``None``: the file's name tells the format."""
     check_kind("to", to, str | None, f"one of {', '.join(SAVE_TARGETS)}")
     if to == "orbax":
         raise UsageError(

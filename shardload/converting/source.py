@@ -2,8 +2,7 @@
 
 The value of a variable is a view of a stored tensor, or code computes it from tensors (merged experts): a converter of
 KerasHub, or a layer's loading hook. A few variables are not weights, and the source cannot store them (a dropout's
-seed): their values are arrays in memory. `ModelValues` reads weights a few rows at a time, by keys that do not depend
-on the format.
+seed): their values are arrays in memory.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ class Source:
         return backbone_of(self.model)
 
     def variables_of(self, model: Any) -> list[Any]:
-        """Return the variables of ``model``, the source's model or a part of it, that are written to the target.
-
-        All are written, except LoRA factors that are merged into kernels.
-        """
+        """Return the variables of ``model`` (the source's, or a part of it) to write: all but merged LoRA factors."""
         return [v for v in model.variables if id(v) not in self.merged]
 
     @property
@@ -191,10 +187,7 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
 
 
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
-    """Return where a variable's value comes from; ``binding``: the variable, and the view of a tensor that fills it.
-
-    A value that is decoded (GGUF) has the variable's dtype, others have the stored tensor's.
-    """
+    """Return where a variable's value comes from; ``binding``: the variable, and the view of a tensor that fills it."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
@@ -291,11 +284,7 @@ class ModelValues:
             yield start, min(start + step, shape[0])
 
     def encoded(self, key: str) -> None:
-        """Return ``None``: weights are compared by value, and not by the stored bytes of a quantised tensor.
-
-        A comparison of whole tensors skips decoding where both have the same bytes in the same encoding (GGUF). But a
-        weight may be only a part of a tensor.
-        """
+        """Return ``None``: weights are compared by value, because a weight may be only a part of a stored tensor."""
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows of a weight; a scalar counts as one row."""

@@ -119,10 +119,7 @@ def _copy_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at:
 
 
 def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tensor, View, View]]:
-    """Split a copy of a tensor that is stored in chunks (each compressed alone), so that each is decoded separately.
-
-    Yields each chunk as a separate tensor, the view of it to read, and the view of the target to write that to.
-    """
+    """Split the copy of a tensor by its chunks; yield each as a tensor, the view to read, and the view to write."""
     if not isinstance(tensor.storage, Chunked):
         yield tensor, source, target
         return

@@ -139,10 +139,7 @@ def block_bytes_of(host_memory_bytes: int | str) -> int:
 
 
 def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
-    """Decide what a conversion writes; raise `UnsupportedError` if the format cannot represent this model.
-
-    ``dtype`` is that of floating-point tensors; each keeps its own by default.
-    """
+    """Decide what a conversion writes; raise `UnsupportedError` if the format cannot represent this model."""
     if source.model is None:
         return hugging_face_copy.plan_of(source, dtype=dtype, shard_bytes=shard_bytes)
     # Seeds, counters and quantised codes are integers: a dtype for weights does not apply to them.

@@ -38,14 +38,10 @@ them, and they do not affect weights."""
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> _Config:
-    """Return the content of Hugging Face's ``config.json`` for a KerasHub backbone.
+    """Return the content of Hugging Face's ``config.json`` for a KerasHub backbone; raise if it cannot describe it.
 
     ``dtype``: dtype of the written weights. ``known``: configuration of the source in Hugging Face's form. The longest
     text and the ids of special tokens are taken from it, because KerasHub's backbones do not know them.
-
-    Raises:
-        UnsupportedError: When its architecture is not supported, or it was altered in a way that Hugging Face's
-            configuration cannot express.
     """
     kind = type(backbone).__name__
     if (export := exports().get(kind)) is None:

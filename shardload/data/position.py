@@ -122,10 +122,7 @@ def _number(found: int | None) -> str:
 
 
 class Position:
-    """How far one ``fit`` has read its data: the dataset and callbacks report events to it, some of them repeatedly.
-
-    A training step saves its `state`, and a later run passes that to `resume`, to continue with the next batch.
-    """
+    """How far one ``fit`` has read its data: the dataset and callbacks report events to it, some of them repeatedly."""
 
     def __init__(self, fit: Any = None) -> None:
         """Begin a position at the start of the data.
@@ -254,10 +251,7 @@ class Position:
 
 
 def follow_data(model: Any) -> Position:
-    """Return the data position of the ``fit`` that trains ``model`` in this thread: a new one if this ``fit`` has none.
-
-    Datasets that are read in this thread report to this position from now on.
-    """
+    """Return the data position of the ``fit`` that trains ``model``; datasets read in this thread report to it."""
     position, fit = _positions.get(model), epoch_iterator_of_fit()
     if position is None or (fit is not None and fit is not position.fit):  # an earlier fit's data is over
         position = _positions[model] = Position(fit)

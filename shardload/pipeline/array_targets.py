@@ -165,10 +165,7 @@ class WantedArray:
 
 
 def is_tree(targets: Any) -> bool:
-    """Whether ``targets`` is a tree for JAX, so that its leaves are the targets.
-
-    A module of Equinox or Flax NNX is one, although it is callable too.
-    """
+    """Whether ``targets`` is a tree for JAX, as modules of Equinox and Flax NNX are, although they are callable too."""
     return not isinstance(targets, KINDS) and not jax.tree_util.all_leaves([targets])
 
 
@@ -218,10 +215,7 @@ def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
-    """Read a whole tensor on the host: for a NumPy array, a number, or a cast in which each value must be checked.
-
-    Raise if a value exceeds the dtype.
-    """
+    """Read a whole tensor on the host, for NumPy, numbers or checked casts; raise if a value exceeds the dtype."""
     tensor = opened.manifest.tensors[one.view.tensor]
     if opened.checker is not None:
         check_tensor(opened.checker, tensor)

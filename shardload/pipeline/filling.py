@@ -97,10 +97,7 @@ def fill_variables(
 
 @contextmanager
 def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure) -> Iterator[Assigner]:
-    """Bind the model to its new mesh and layouts, and yield the `Assigner` that sets its variables.
-
-    If the block fails, put back the old values, or say in the error which values the model has (``on_failure``).
-    """
+    """Bind the model to its new mesh and layouts, and yield its `Assigner`; ``on_failure``: what a failure does."""
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))

@@ -164,10 +164,7 @@ class _Planning:
             raise DoesNotFitError(f"{error}.{self._where(search)}", least_bytes=error.least_bytes) from error
 
     def _where(self, search: LayoutSearch) -> str:
-        """Return a sentence for the error that nothing fits: which larger mesh would do, by the estimate.
-
-        It is empty if the estimate fits this mesh, but the compiled step does not.
-        """
+        """Return a sentence for an error: which larger mesh would do; empty if the estimate fits this one."""
         smallest = self._smallest(search, None)
         if smallest is None:
             return f" No mesh of up to {MAX_DEVICES} devices is large enough for this batch and sequence: reduce them"
@@ -183,11 +180,7 @@ class _Planning:
             return search.on(self.mesh, device_memory_bytes=limit)
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
-        """Return the layout plan for the smallest mesh whose devices have enough memory.
-
-        ``plan`` fits its own mesh, and is returned if no smaller mesh fits. The result is ``None`` if the request does
-        not limit the memory of a device, or if no mesh fits.
-        """
+        """Return the plan for the smallest mesh with enough memory, else ``plan``; ``None`` without a memory limit."""
         limit = self.request.device_budget_bytes
         if limit is None:
             return None
@@ -197,10 +190,7 @@ class _Planning:
             return smallest_mesh_plan(search, limit, most) or plan
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
-        """Search a layout plan, and compile its step to check that it fits into a device's memory.
-
-        While the compiled step needs too much memory, search again with a lower memory limit.
-        """
+        """Search a plan and compile its step; if it needs too much memory, search again with a lower limit."""
         model, limit = search.model, self.request.device_budget_bytes
         halved = next((d for d in map(stored_dtype, model.variables) if d.itemsize == 2), None)
         with self.clock("build"):  # on CPU, XLA computes 16-bit floats in 32 bits: compile those, and scale

@@ -3,10 +3,9 @@
     ●0 open ─► ●1 start JAX ─► ●2 place ─► build or take the model ─► map ─► lay out ─► plan ─► check
     ─► ●3 read ─► ●4 assign, initialise ─► report ─► ●5
 
-Before ●3 no model is changed, and only headers are read. (One exception: values of tensors that no variable uses, to
-see if they are zeros or copies of others; see `shardload.mapping.outside`.) The module `preparing` has the stages map,
-lay out, plan and check; `filling` has read, assign and initialise. At each ● all processes of a `jax.distributed` run
-wait for each other, if they load together:
+Before ●3 no model is changed, and only headers are read (the module `preparing` tells the one exception). `preparing`
+has the stages map, lay out, plan and check; `filling` has read, assign and initialise. At each ● all processes of a
+`jax.distributed` run wait for each other, if they load together:
 
     0   all make the same call with the same arguments
     1   headers are valid everywhere: JAX, whose start waits for all processes, may start
@@ -93,10 +92,7 @@ class Loaded:
 
 @contextmanager
 def joint_load(request: JointRequest) -> Iterator[Call]:
-    """Yield the `Call` by which processes that load together wait for each other; one that loads alone never waits.
-
-    The request is checked after the processes have compared it, so that an error on one is raised on all.
-    """
+    """Yield the `Call` by which processes that load together wait for each other; one that loads alone never waits."""
     if not processes.are_several() or _is_local(request):
         request.check()
         yield Alone()

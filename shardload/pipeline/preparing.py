@@ -135,10 +135,7 @@ def prepare_load(
     optimizer: bool = True,
     notes: Sequence[str] = (),
 ) -> PreparedLoad:
-    """Decide which tensor fills which variable, in which layout, and what is read when; the model is not changed.
-
-    ``notes`` say how the model was built, for the report.
-    """
+    """Decide which tensor fills which variable, in which layout, and what is read when; the model is not changed."""
     manifest, ignored = source.manifest, matching.ignore_config
     # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)

@@ -332,10 +332,7 @@ JointRequest: TypeAlias = LoadRequest | LoadWeightsRequest | RestoreRequest
 
 
 def check_keras_model(model: Any, *, built: bool = True) -> None:
-    """Raise unless ``model`` is a Keras model with weights that can be filled.
-
-    ``built``: also raise if only some of its layers are built, as in a `Sequential` without an input shape.
-    """
+    """Raise unless ``model`` is a Keras model with weights to fill; with ``built``, all its layers must be built."""
     if isinstance(model, type) or not hasattr(model, "weights"):
         raise UsageError(f"Cannot use {model!r:.60} as model: expected a Keras model, got {type(model).__name__}")
     check_backend()
