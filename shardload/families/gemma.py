@@ -193,10 +193,7 @@ _GEMMA_3_CHECKS = Checks(
 
 
 def _lacking_image_tokens(config: Config, name: str) -> str | None:
-    """Return an error's text if KerasHub makes another number of tokens from an image than configured; else ``None``.
-
-    KerasHub makes one token of 4x4 patches.
-    """
+    """Return an error's text if KerasHub makes more or fewer tokens from an image than configured; else ``None``."""
     vision, configured = config.get("vision_config"), config.get("mm_tokens_per_image")
     if not isinstance(vision, Mapping) or not isinstance(configured, int):
         return None

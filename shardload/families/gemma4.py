@@ -14,10 +14,7 @@ from shardload.units import plural
 
 
 def _adapt(config: dict[str, Any]) -> None:
-    """Set a missing ``global_head_dim`` (head size of full attention), which KerasHub reads, from ``per_layer_config``.
-
-    Also remove a null ``vision_config`` or ``audio_config``, from which KerasHub would try to build an encoder.
-    """
+    """Fill in a missing ``global_head_dim``, and remove a null encoder, which KerasHub would try to build."""
     for part in ("vision_config", "audio_config"):
         if part in config and config[part] is None:
             del config[part]
@@ -54,10 +51,7 @@ _BARE = frozenset(
 
 
 def _gguf(values: GgufValues) -> dict[str, Any]:
-    """Return the ``config.json`` of a GGUF file, from which KerasHub's converter builds the model.
-
-    The header lists settings layer by layer; a ``config.json`` has one for each kind of layer (full, sliding window).
-    """
+    """Return the ``config.json`` of a GGUF file, which has settings for each layer instead of each kind of layer."""
     layers = values.count("block_count")
     # Settings of each layer: Hugging Face's fields are read off the first layer of either kind.
     slides = values.each("attention.sliding_window_pattern", layers)

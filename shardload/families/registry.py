@@ -87,11 +87,7 @@ def names() -> tuple[str, ...]:
 
 
 def families() -> tuple[Family, ...]:
-    """Return every family, in the order of `names`.
-
-    Raises:
-        UnsupportedError: When an installed package that provides one cannot be imported.
-    """
+    """Return every family, in the order of `names`; raise if an installed package with one cannot be imported."""
     return (*map(_declared, (*BUILT_IN, *announced())), *_registered.values())
 
 

@@ -70,11 +70,6 @@ def build_model(
         ignore_config: Fields of a Hugging Face configuration in which the model may differ from it.
         compile: Compile the model as it was saved, if the checkpoint stores how.
         note: Called with the reason if a model was saved compiled but is not compiled now.
-
-    Raises:
-        UnsupportedError: When the checkpoint describes no model, or one that KerasHub cannot represent.
-        SourceError: When the configuration contradicts the checkpoint's tensors or itself.
-        MissingExtraError: When the model needs KerasHub, which is not installed.
     """
     manifest.require_description()
     # Cheap checks of the headers first: building a large model takes seconds.
@@ -106,11 +101,7 @@ def build_model(
 
 
 def checkpoint_dtype(manifest: Manifest) -> str:
-    """Return the floating-point dtype of a checkpoint.
-
-    It is the configuration's ``torch_dtype`` or ``dtype``, else the dtype that most bytes are stored in. GGUF is
-    bfloat16: its quantised blocks carry no more information.
-    """
+    """Return the configured dtype, else that of most bytes; bfloat16 for GGUF, whose blocks carry no more precision."""
     if (known := spec_of(manifest).model_dtype) is not None:
         return known
     # A configuration of several parts states a dtype in each part, for all of them, or both: the text model's counts.

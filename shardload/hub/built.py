@@ -76,10 +76,7 @@ def _window_of(block: Any, checked: dict[str, bool]) -> int | None:
 
 
 def set_window(block: Any, window: int | None) -> None:
-    """Make the tokens of a block attend to ``window`` tokens, including themselves; ``None`` for all.
-
-    Only for attention layers that read ``sliding_window`` when called.
-    """
+    """Let a block's tokens attend to ``window`` tokens, including themselves; ``None`` for all."""
     for layer in _inner_first(block):
         if hasattr(layer, "sliding_window"):
             set_attribute(layer, "sliding_window", None if window is None else window - _beyond(layer))
@@ -91,10 +88,7 @@ def _beyond(layer: Any) -> int:
 
 
 def _is_obeyed(layer: Any, name: str) -> bool:
-    """Whether an attention layer applies its window, tested by a call on four equal tokens with a window of two.
-
-    KerasHub's Qwen models ignore the window if Keras has fused attention, which it always has on JAX.
-    """
+    """Whether a layer applies its window, found by a call: KerasHub's Qwen models ignore it with fused attention."""
     if not hasattr(layer, "_compute_attention") or not hasattr(layer, "_mask_sliding_window"):
         return True
     # Queries of zeros weigh all visible tokens equally.

@@ -1,9 +1,7 @@
 """Bring Hugging Face configurations into the form that KerasHub's converters read.
 
 A converter knows the keys that one version of `transformers` wrote. Other versions omit values that equal a default, or
-rename keys; `read_config` adds the keys that are missing, without changing a value. `check_representable` refuses
-features for which KerasHub's class has no argument, and names the field; `transformers_tensors` lists a checkpoint's
-tensors without its weights. What differs by ``model_type`` is in `shardload.families`.
+rename keys. What differs by ``model_type`` is in `shardload.families`.
 """
 
 from __future__ import annotations
@@ -65,10 +63,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with keys added that other versions of transformers write under another name.
-
-    Call it before defaults are filled in: a default would hide the value under the other name.
-    """
+    """Return a configuration with keys added that other versions rename, before defaults hide their values."""
     aliases = model_type_of(config).renamed.items()
     return {wanted: config[stored] for wanted, stored in aliases if stored in config} | dict(config)
 
@@ -91,8 +86,7 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
 def tie_as_stored(described: Any, manifest: Manifest) -> None:
     """Set ``tie_word_embeddings`` in a Keras configuration, in place, if a Keras checkpoint stores no output layer.
 
-    Then the model uses its embedding as output layer. Some of KerasHub's classes (Llama's) do not serialise that
-    argument, so files that Keras writes lack it; only the names of the stored tensors tell. A value that is set stays.
+    Some of KerasHub's classes (Llama's) do not serialise it: only the stored tensors tell. A value that is set stays.
     """
     # Names of the embedding and of an output layer, in files of Keras and in steps.
     patterns = (r"reversible_embedding/vars/0$|token_embedding/embeddings$", r"embedding/(vars/1|reverse_embeddings)$")
@@ -104,9 +98,7 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 def tie_as_described(described: Any, manifest: Manifest) -> None:
     """Set ``tie_word_embeddings`` in a Keras configuration, in place, if a Hugging Face folder ties embeddings.
 
-    This is for a Hugging Face folder that also contains the configuration that Keras wrote, ``described``. Some of
-    KerasHub's classes (Llama's) do not serialise that argument. So the folder's own ``config.json`` and tensors decide
-    whether the model uses its embedding as output layer. A value that is set stays.
+    The configuration, which Keras wrote into the same folder, may lack that argument. A value that is set stays.
     """
     if ties_embeddings(manifest):
         _tie(described)
@@ -180,8 +172,7 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 def transformers_tensors(config: Config) -> list[TensorSpec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
 
-    A field that the configuration omits has transformers' default. Messages of errors are clauses ("its
-    configuration sets …"), from which the caller makes a sentence.
+    Messages of errors are clauses ("its configuration sets …"), from which the caller makes a sentence.
     """
     kind, known = config.get("model_type"), model_type_of(config)
     if known.tensors is None:

@@ -55,10 +55,7 @@ def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
 
 
 def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> None:
-    """Change settings on a new model's layers until it computes what its source describes, else raise.
-
-    The model may still differ in the fields that ``ignore`` lists. `notes_of` returns what was changed or ignored.
-    """
+    """Make a new model's layers compute what its source describes, or raise; fields in ``ignore`` may differ."""
     backbone = backbone_of(model)
     record = record_of(backbone)
     if not spec_of(manifest).is_hugging_face:
@@ -98,10 +95,7 @@ def _kept_by_ours(usual: Any) -> str:
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Return notes for a load's report: what `reconcile` changed or ignored when the model was built from this source.
-
-    For any other model, such as a user's own, they say what differs from the source.
-    """
+    """Return notes on what `reconcile` changed or ignored; for a user's own model, on what differs from the source."""
     backbone = backbone_of(model)
     record = record_of(backbone)
     if record.built_from == manifest.source:

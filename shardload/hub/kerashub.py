@@ -227,8 +227,8 @@ def greedy_sampler() -> Any:
 def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
     """Make a preprocessor of class ``cls`` for a checkpoint; raises errors of any type if that is not possible.
 
-    Some of KerasHub's preprocessors need TensorFlow. The tokenizer is tried on one word, so that it fails now and not
-    when the model is used. With ``usable=False``, the preprocessor is only for writing files, without TensorFlow.
+    The tokenizer is tried on one word, so that it fails now and not when the model is used. With ``usable=False``, the
+    preprocessor is only for writing files, which needs no TensorFlow.
     """
     from shardload.keras_bridge.model_state import without_walking_vocabularies  # imports Keras
 

@@ -86,11 +86,7 @@ def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 def check_mapped(
     manifest: Manifest, bindings: Iterable[Any], unused: Iterable[str], *, ignore: Iterable[str] = ()
 ) -> None:
-    """Raise if a bare file, one without a configuration, seems to be quantised or to be an adapter.
-
-    Signs are the names of ``unused`` tensors, which the model does not read, and float8 tensors that are loaded as
-    another dtype. ``bindings`` say which tensor becomes which variable of the model.
-    """
+    """Raise if a bare file's ``unused`` tensors, or float8 ones that are cast, mean quantisation or an adapter."""
     # A layer of the model may decode codes itself, so only tensors that the model does not use are a sign.
     if not spec_of(manifest).may_be_codes or _is_folder(manifest):
         return
@@ -112,10 +108,7 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
 
 
 def _widened(manifest: Manifest, bindings: Iterable[Any]) -> list[str]:
-    """Return the names of float8 tensors whose variables in the model have another dtype, to which a load casts them.
-
-    Float8 values may be codes of a quantised model, which only scales turn into weights: a cast would be wrong.
-    """
+    """Return the float8 tensors that a load casts: they may be codes, which only scales turn into weights."""
     names = [b.view.tensor for b in bindings if not _is_float8(b.dtype)]
     return [name for name in names if _is_float8(manifest.tensors[name].dtype)]
 

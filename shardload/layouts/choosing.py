@@ -187,11 +187,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 
 def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
-    """Return the embeddings and convolutions whose weights are split along the last dim, and so their output features.
-
-    XLA would keep the features split in all later layers, so the outputs of these layers are gathered. ``every`` lists
-    the layers of the model, and ``placed`` has the layouts of variables by ``id(variable)``.
-    """
+    """Return embeddings and convolutions whose output features are split, because the last dim of their weights is."""
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
@@ -204,11 +200,7 @@ def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
 
 
 def _norms(every: _Layers) -> list[Any]:
-    """Return the layers that normalise over all features of a token; those inside attention are left out.
-
-    The outputs of these layers are gathered, so that each device has all features of its tokens. Norms inside
-    attention are for queries and keys: they normalise over the features of one head, and heads may stay split.
-    """
+    """Return the norms over all features of a token; norms in attention see one head each, and heads may stay split."""
     norms: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in every:

@@ -12,14 +12,11 @@ block is enough::
 
 A variable that belongs to a kernel (bias, int8 scale, LoRA factor, optimizer slot) *follows* it: it is split alike.
 
-Two functions find pairs. For `roles_by_shapes`, the second kernel of a block maps the outputs of the first back to the
-block's width. For `roles_by_graph`, the second kernel alone reads what the first computes in a functional model::
+In a functional model's graph, two kernels also form a pair if the second alone reads what the first computes. Layers
+between the two must compute each feature from that feature alone::
 
     Dense ─► gelu ─► Dropout ─► Dense        Conv2D ─► BatchNormalization ─► ReLU ─► Conv2D
     column   └─ each on its own features ─┘  row     channels  └ its vectors follow ┘       input channels
-
-Layers between the two must compute each feature from that feature alone. All these functions are in one
-module, because `roles` decides which of them wins where several have a role for one variable.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ from shardload.layouts.rules import roles_by_layer_rules
 def roles(model: Any, *, by_user: bool = True) -> dict[int, LayoutRole]:
     """Return how to split each variable of ``model`` best (its role), by ``id(variable)``; also slots and metrics.
 
-    Reads layer objects, shapes and dtypes only: the variables may have no values. ``by_user`` applies the layout rules
-    that users registered.
+    The variables may have no values. ``by_user`` applies the layout rules that users registered.
     """
     every = list(model_variables.nested_layers(model))
     own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
@@ -262,10 +258,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
-    """Return how to split each kernel of a block (its role), by ``id(variable)``; shapes tell which two form a pair.
-
-    The first kernel of a pair is split along its outputs (``column``), the second along its inputs (``row``).
-    """
+    """Return the roles of a block's kernels, by ``id(variable)``; shapes tell which two of them form a pair."""
     by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:
@@ -287,9 +280,8 @@ def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
 def _feeds(first: Kernel, second: Kernel) -> bool:
     """Whether ``second`` maps the outputs of ``first`` back to the block's width, as the shapes of both kernels tell.
 
-    Such kernels form a pair: the first is split along its outputs, the second along its inputs. The outputs of
-    ``first`` may be twice as many as the inputs of ``second`` (with a gate) or three times (query, key and value in one
-    kernel). Two square matrices count as no pair, because their shapes do not tell.
+    The outputs of ``first`` may be twice as many as the inputs of ``second`` (with a gate) or three times (query, key
+    and value in one kernel). Two square matrices count as no pair, because their shapes do not tell.
     """
     made, width = first.size(first.outputs), first.size(first.inputs)
     intermediate = second.size(second.inputs)
@@ -328,9 +320,8 @@ def roles_by_graph(
 ) -> dict[int, LayoutRole]:
     """Return the roles of pairs of kernels in a functional model's graph, and of variables in layers between them.
 
-    In a pair, the second kernel alone reads what the first computes: the first is split along its outputs, the second
-    along its inputs. ``kernels`` has those that may form pairs, by the ``id`` of their layer. ``known`` has the roles
-    found so far, by shapes, and ``by_rule`` those of users' rules, which stay as they are.
+    In a pair, the second kernel alone reads what the first computes. ``kernels`` has those that may form pairs, by the
+    ``id`` of their layer; ``known`` has the roles found by shapes, and ``by_rule`` those of users' rules, which stay.
     """
     changed: dict[int, LayoutRole] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
@@ -362,11 +353,7 @@ def roles_by_graph(
 
 @dataclass(frozen=True, slots=True)
 class FeatureKernel:
-    """A kernel that maps the last dim of its layer's input to the last dim of the output, as that of a Dense does.
-
-    In the graph of a functional model, two such kernels may be split as a pair, if the second alone reads what the
-    first computes: the first is split along its outputs, the second along its inputs. Other kernels form no pairs.
-    """
+    """A kernel that maps the last dim of its layer's input to that of the output, as in a Dense; it may form a pair."""
 
     kernel: Any
     """The Keras variable."""

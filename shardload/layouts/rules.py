@@ -170,10 +170,7 @@ def apply(
 
 
 def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
-    """Raise if a rule for outputs of layers (``dense/output``) matches none of ``paths``, the outputs of a model.
-
-    ``None`` means that nobody knows with which inputs to call the model, so its outputs are unknown: do not raise.
-    """
+    """Raise if a rule for layers' outputs (``dense/output``) matches none of ``paths``; ``None``: they are unknown."""
     if paths is None:
         return
     for rule in (Rule(key, ()) for key in layout_map):
@@ -182,11 +179,7 @@ def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
 
 
 def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
-    """Return one sentence for each rule of a LayoutMap that is for variables and matches none of ``paths``.
-
-    They are for a report, not an error: the LayoutMap of a distribution may serve several models. A distribution may
-    also have none (``None``).
-    """
+    """Return a note, no error, for each rule that matches no variable: a LayoutMap may serve several models."""
     rules = [Rule(key, ()) for key in layout_map or ()]
     return tuple(
         _matches_nothing(rule, paths, "the distribution's LayoutMap")

@@ -163,10 +163,7 @@ def _require_causal_lm(model: Any) -> None:
 
 
 def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return the prompts' token ids and padding mask, both of shape (rows, length), with room for new tokens.
-
-    The last prompt is repeated until the size of the batch axis divides the number of rows.
-    """
+    """Return token ids and mask, (rows, length), with room for new tokens; rows beyond the prompts repeat the last."""
     # Backbones with learned positions, such as GPT-2's, have a fixed number of them.
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     limit = getattr(backbone_of(model), "max_sequence_length", None)
@@ -217,10 +214,7 @@ class _Compiled:
 
 @contextlib.contextmanager
 def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the model's generation loop with greedy sampling; afterwards, the model has its own sampler and loop again.
-
-    KerasHub's ``model.compile(sampler=…)`` would discard the model's optimizer and its compiled training steps.
-    """
+    """Yield a greedy loop, then restore the model's own loop: ``compile(sampler=…)`` would discard its optimizer."""
     from shardload.hub import kerashub
 
     # A model that was moved to another mesh since has another binding, for which the loop is compiled again.

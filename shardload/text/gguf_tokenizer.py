@@ -176,10 +176,7 @@ _START = "\u2581"
 
 
 def _encoder_tokenizer(metadata: TokenizerMetadata) -> Any:
-    """Return a ``tokenizers.Tokenizer`` for an encoder, made from a GGUF header of type ``bert`` or ``t5``.
-
-    It puts one token before and one after the tokens of each text (``[CLS]`` and ``[SEP]``), as encoders expect.
-    """
+    """Return an encoder's tokenizer, which puts one token before and one after each text (``[CLS]``, ``[SEP]``)."""
     inner = _word_pieces(metadata) if metadata.model == GgufTokenizer.WORD_PIECES else _unigrams(metadata)
     _surround(inner, metadata)
     return inner

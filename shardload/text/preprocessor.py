@@ -5,9 +5,6 @@
 
 KerasHub splits some texts differently than the tokenizer in a GGUF file (byte pairs of models other than Llama 3), so
 the tokens of a sample text are compared, and a difference gives a warning.
-
-How first use is noticed: KerasHub reads a task's attribute ``_preprocessor``. It is removed from the task, so that
-Python looks it up on the class, where the descriptor `_Deferred` makes the preprocessor.
 """
 
 from __future__ import annotations
@@ -97,11 +94,7 @@ class TextInput:
         return None
 
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
-        """Give a model the preprocessor that a thread of this object makes during the load; wait until it is made.
-
-        If that fails, the model stays without one, and the reason is returned for the report. ``None`` is returned if
-        the model has its preprocessor, or if the source contains no tokenizer, which is no failure.
-        """
+        """Give a model the preprocessor that the thread makes, once it is made; return the reason if it failed."""
         # A source that has none, such as a folder with weights only, needs no line in the report.
         has_vocabulary = any((Path(manifest.source) / name).is_file() for name in _VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
@@ -164,10 +157,7 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
 
 
 def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
-    """Make a preprocessor from the tokenizer in a GGUF checkpoint.
-
-    If that fails, or the checkpoint's files changed since the model was loaded, warn and return ``None``.
-    """
+    """Make the preprocessor of a GGUF checkpoint; if that fails or its files changed, warn and return ``None``."""
     try:
         files.check()
         metadata = tokenizer_metadata(manifest.location)

@@ -55,10 +55,7 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class SameAttribute:
-    """An attribute of KerasHub's backbone that must equal a field of the configuration.
-
-    The field's name is the key of this entry in `Checks.attributes`.
-    """
+    """An attribute of KerasHub's backbone that must equal the field whose name is its key in `Checks.attributes`."""
 
     attribute: str
     default: Any

@@ -1,8 +1,7 @@
 """The type of Hugging Face configurations, and default values in them that several families share.
 
-The defaults are those of transformers' configuration classes, for fields that KerasHub's converters or
-`shardload.hub.fidelity` read. Versions 4.57 and 5.23 agree on them. Fields without a default (ESM's ``vocab_size``)
-are not listed.
+The defaults are those of transformers' configuration classes (4.57 and 5.23 agree), for fields that KerasHub's
+converters or `shardload.hub.fidelity` read. Fields without a default (ESM's ``vocab_size``) are not listed.
 """
 
 from __future__ import annotations

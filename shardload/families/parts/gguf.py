@@ -89,11 +89,7 @@ class GgufArchitecture:
     """Hugging Face's tensor of all experts → GGUF's layers that it joins, column by column: gate, up, gate, up, …"""
 
     def hf_name(self, name: str, path: str) -> str | None:
-        """Return Hugging Face's name of the GGUF tensor ``name``; ``None`` if it does not become a tensor by itself.
-
-        These are factors of rotary positions, which become settings, and tensors of experts that are joined with others
-        into one tensor (`fused_experts`). Raise an ``UnsupportedError``, with the file's ``path``, for unknown names.
-        """
+        """Return Hugging Face's name of a GGUF tensor; ``None`` if it becomes a setting or part of another tensor."""
         if name in self.rope_factors:
             return None
         stem, _, suffix = name.rpartition(".")

@@ -154,11 +154,7 @@ def _rope_scaling(values: GgufValues) -> _Config | None:
 
 
 def with_llama3_scaling(values: GgufValues, base: _Config) -> _Config:
-    """Return a configuration with Llama 3.1's scaling of rotary positions, or as it was if GGUF stores no factors.
-
-    Stored factors that do not follow Llama 3.1's rule raise: their settings cannot be found out. If KerasHub's class
-    does not support this scaling, building the model raises.
-    """
+    """Return a configuration with Llama 3.1's scaling of rotary positions, if GGUF has factors; refuse other rules."""
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return base

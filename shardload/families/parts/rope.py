@@ -1,12 +1,10 @@
 """Read rotary positions from a Hugging Face configuration: the angle by which each pair of features rotates per token.
 
-A configuration has one of three forms, and `rotation` makes a `Rotation` of each::
+A configuration has one of three forms, and `rotation` makes a `Rotation` of each by transformers' rules::
 
     transformers 4   rope_theta, rope_scaling {rope_type | type, factor, …}
     transformers 5   rope_parameters {rope_theta, rope_type, factor, …}
     Gemma 3          one of these for each kind of layer; transformers 4 has rope_local_base_freq for sliding ones
-
-The rules come from ``transformers.modeling_rope_utils``.
 """
 
 from __future__ import annotations
@@ -65,10 +63,7 @@ class Rotation:
 
 
 def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int | None) -> Rotation:
-    """Return the rotary embedding that a configuration sets for layers of one kind (`FULL` or `SLIDING`).
-
-    The angles depend on the size of a head: with ``head_dim=None``, they are left out.
-    """
+    """Return the rotary embedding of one kind of layers (`FULL`, `SLIDING`); without ``head_dim``, it has no angles."""
     has_kinds = rotary.sliding_theta is not None
     default_theta = rotary.sliding_theta if has_kinds and layer_type == SLIDING else rotary.theta
     parameters = dict(parameters_of(config, layer_type, has_kinds=has_kinds))
