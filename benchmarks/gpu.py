@@ -42,7 +42,7 @@ def same_bits(a: Any, b: Any) -> bool:
     import numpy as np
 
     a, b = (np.ascontiguousarray(np.asarray(x)) for x in (a, b))
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
 
 
 def write_every_dtype(path: Path) -> dict[str, Any]:
@@ -235,8 +235,10 @@ def saving(folder: Path, pairs: int) -> dict[str, Any]:
     import shardload
 
     model = loader("ours")(folder)
-    values = lambda: [v.value for v in model.weights]  # noqa: E731
     renewed = jax.jit(lambda arrays: [a + 0 for a in arrays])
+
+    def values() -> list[Any]:
+        return [v.value for v in model.weights]
 
     def renew() -> None:
         for variable, value in zip(model.weights, renewed(values()), strict=True):
