@@ -429,10 +429,10 @@ def _inner(
                 yield cell, None
                 continue
             if (length != nbytes and nbytes is not None) or not length or offset + length > value.length:
-                wanted = "some" if nbytes is None else nbytes
+                wanted = "some bytes" if nbytes is None else exact_bytes(nbytes)
                 raise SourceError(
                     f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at its byte {offset}, in "
-                    f"{exact_bytes(length)}; expected {wanted} bytes that end within the shard's {value.length}. Copy "
+                    f"{exact_bytes(length)}; expected {wanted} that end within the shard's {value.length}. Copy "
                     "it again, or use another step"
                 )
             yield cell, _part(value, offset, length)
