@@ -15,7 +15,6 @@ from shardload.console import completion
 from shardload.console.jax_setup import Platform
 from shardload.console.launch import DEFAULT_WAIT_S, Processes, detected
 from shardload.errors import MeshError, UsageError, did_you_mean
-from shardload.loaders.registry import BUILT_IN
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.stores.local import local_target
@@ -25,7 +24,11 @@ FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})
 """Values of the option ``--format`` of commands that read a checkpoint: the names of all formats."""
 
 
-_WRITTEN = ("preset", "h5", "safetensors", "orbax", *(name for name in format_names() if name not in BUILT_IN))
+_TARGETS = ("preset", "h5", "safetensors", "orbax")
+_READ_ONLY = {"keras-h5", "keras-legacy-h5", "keras-sharded-h5", "keras-archive", "keras-hub-preset"}
+_READ_ONLY |= {"hf-safetensors", "gguf"}
+"""Formats of shardload that `convert` cannot write, or writes under a name of `_TARGETS`."""
+_WRITTEN = dict.fromkeys((*_TARGETS, *(name for name in format_names() if name not in _READ_ONLY)))
 ConvertFormat: Any = StrEnum("ConvertFormat", {name: name for name in _WRITTEN})  # type: ignore[misc]  # as above
 """Values of ``shardload convert --to``. Formats of other packages are included; `convert` refuses read-only ones."""
 

@@ -72,18 +72,27 @@ class Saved:
         return [replace(copy.wanted, name=copy.wanted.name.removeprefix(TASK_PREFIX)) for copy in self.copies]
 
 
-def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
+def saved(
+    root: Any,
+    source: Source,
+    dtypes: Mapping[int, Any],
+    *,
+    skip: Any = None,
+    prefix: str = "",
+    target: str = "an HDF5 file",
+) -> Saved:
     """Return the tensors and HDF5 groups that Keras would write for a model; raise if a layer saves other things.
 
     ``root``: the model, or its backbone. ``dtypes``: ``id`` of each variable → dtype to write it in. ``skip``: a nested
     model whose layers are omitted, because another file has them. ``prefix`` is put before the names of the tensors.
+    ``target`` says in messages what cannot be written.
     """
     skipped = [] if skip is None else own_layers(skip)
     layout = saved_layout(root, skip=skipped)
     if layout.computing:
         path, layer = layout.computing[0]
         raise NoPlaceError(
-            f"Cannot write an HDF5 file: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
+            f"Cannot write {target}: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
             "arrays or numbers, or computes what it saves. Only variables can be written",
             instead=("keras",),
         )
@@ -92,11 +101,31 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     left = [v for v in source.variables_of(root) if id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
         raise NoPlaceError(
-            f"Cannot write an HDF5 file: no layer saves {plural(len(weights), 'variable')} ({weights[0]!r} …) with its "
+            f"Cannot write {target}: no layer saves {plural(len(weights), 'variable')} ({weights[0]!r} …) with its "
             "save_own_variables",
             instead=("orbax",),
         )
     return _with_optimizers(Saved(copies, layout.names, tuple(left)), layout.optimizers, source, prefix=prefix)
+
+
+def whole_model(
+    source: Source, dtypes: Mapping[int, Any], *, target: str = "an HDF5 file"
+) -> tuple[Saved, tuple[str, ...]]:
+    """Return what Keras would write for a model into one file (see `saved`), and notes on what is left out."""
+    found = saved(source.model, source, dtypes, target=target)
+    notes: tuple[str, ...] = ()
+    if found.omitted:
+        notes += (f"the state of the optimizer {', '.join(found.omitted)} was left out: only weights are saved",)
+    compiled = optimizers_of(source.model)
+    # KerasHub compiles every new task, whatever its source has.
+    if source.is_live or source.is_hub:
+        found = _with_optimizers(found, compiled, source)
+        if "optimizer" in found.omitted:
+            why = "only weights are saved, so Keras warns when it loads them"
+            notes = (f"the state of the optimizer was left out: {why}", *notes)
+    else:
+        found = replace(found, omitted=(*found.omitted, *compiled))
+    return found, notes
 
 
 def file(
@@ -106,19 +135,7 @@ def file(
     from shardload.loaders.hdf5 import writer as h5
 
     root = source.model
-    found = saved(root, source, dtypes)
-    notes: tuple[str, ...] = ()
-    if found.omitted:
-        notes += (f"the state of the optimizer {', '.join(found.omitted)} was left out: only weights are saved",)
-    compiled = optimizers_of(root)
-    # KerasHub compiles every new task, whatever its source has.
-    if source.is_live or source.is_hub:
-        found = _with_optimizers(found, compiled, source)
-        if "optimizer" in found.omitted:
-            why = "only weights are saved, so Keras warns when it loads them"
-            notes = (f"the state of the optimizer was left out: {why}", *notes)
-    else:
-        found = replace(found, omitted=(*found.omitted, *compiled))
+    found, notes = whole_model(source, dtypes)
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
     sidecars = {}
     try:

@@ -303,13 +303,11 @@ def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ..
 
 def _added(source: Source, dtypes: Mapping[int, Any], spec: FormatSpec, dtype: str | None) -> ConversionPlan:
     """Plan a file in a format that another package adds; its tensors have the names that they have in Keras' files."""
-    found = keras_files.saved(source.model, source, dtypes)
-    tensors = [copy.wanted for copy in found.weights]
+    found, notes = keras_files.whole_model(source, dtypes, target=spec.description)
     described = with_dtype(model_config(source.model), dtype)
-    notes = (f"the state of the optimizer {', '.join(found.omitted)} was left out",) if found.omitted else ()
     write = spec.write_file
     assert write is not None
-    return ConversionPlan(spec.name, found.weights, lambda path: write(path, tensors, described), {}, notes=notes)
+    return ConversionPlan(spec.name, found.copies, lambda path: write(path, found.tensors, described), {}, notes=notes)
 
 
 # ---- Orbax --------------------------------------------------------------------------------------

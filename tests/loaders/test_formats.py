@@ -5,6 +5,8 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import raw_format
 from cli_fakes import shardload as command
+from saving_models import Counting
 
 import shardload
 from shardload.errors import SourceError, UnsupportedError, UsageError
@@ -57,9 +60,8 @@ def model():
 
 @pytest.fixture
 def saved(tmp_path):
-    path = tmp_path / "small.npz"
     made = model()
-    npz_format.save(made, path)
+    npz_format.save(made, path := tmp_path / "small.npz")
     return path, made
 
 
@@ -70,8 +72,7 @@ def same(one, other):
 @pytest.mark.usefixtures("npz")
 class TestAnotherFormat:
     def test_load(self, saved):
-        path, made = saved
-        assert same(shardload.load(path, mesh="1x2"), made)
+        assert same(shardload.load(saved[0], mesh="1x2"), saved[1])
 
     def test_load_weights(self, saved):
         path, made = saved
@@ -90,28 +91,22 @@ class TestAnotherFormat:
         assert [(t.name, t.shape) for t in manifest.tensors.values()] == [(v.path, v.shape) for v in made.variables]
 
     def test_verify(self, saved):
-        path, made = saved
-        assert [(v.verdict, v.tensors) for v in verify(path)] == [("readable", len(made.variables))]
+        assert [(v.verdict, v.tensors) for v in verify(saved[0])] == [("readable", len(saved[1].variables))]
 
-    @pytest.mark.parametrize("target", ["copy.weights.h5", "copy"])
-    def test_convert(self, saved, tmp_path, target):
-        path, made = saved
-        to = None if target.endswith(".h5") else "orbax"
-        shardload.convert(path, tmp_path / target, to=to)
-        assert same(shardload.load(tmp_path / target), made)
+    @pytest.mark.parametrize(("target", "to"), [("copy.weights.h5", None), ("copy", "orbax")])
+    def test_convert(self, saved, tmp_path, target, to):
+        shardload.convert(saved[0], tmp_path / target, to=to)
+        assert same(shardload.load(tmp_path / target), saved[1])
 
     def test_a_name_leaves_out_the_ending(self, saved, monkeypatch):
-        path, _ = saved
-        monkeypatch.setenv("SHARDLOAD_HOME", str(path.parent))
-        assert shardload.inspect("small").source == str(path)
+        monkeypatch.setenv("SHARDLOAD_HOME", str(saved[0].parent))
+        assert shardload.inspect("small").source == str(saved[0])
 
     def test_a_folder_of_one(self, saved):
-        path, _ = saved
-        assert open_manifest(path.parent).source == str(path)
+        assert open_manifest(saved[0].parent).source == str(saved[0])
 
     def test_an_ending_that_lies(self, saved):
-        path, _ = saved
-        moved = path.rename(path.with_suffix(".gguf"))
+        moved = saved[0].rename(saved[0].with_suffix(".gguf"))
         with pytest.raises(SourceError, match=r"ends like a \.gguf file, but its content is a NumPy archive"):
             open_manifest(moved)
         with pytest.raises(SourceError, match=r"should be a \.gguf file, but its content is a NumPy archive"):
@@ -120,9 +115,8 @@ class TestAnotherFormat:
 
     def test_a_special_case_is_asked_first(self, saved, tmp_path):
         """Both are zip files."""
-        path, made = saved
-        made.save(tmp_path / "small.keras")
-        assert [recognise(tmp_path / "small.keras").name, recognise(path).name] == ["keras-archive", "npz"]
+        saved[1].save(tmp_path / "small.keras")
+        assert [recognise(tmp_path / "small.keras").name, recognise(saved[0]).name] == ["keras-archive", "npz"]
 
     def test_a_target_may_not_have_its_ending(self, saved, tmp_path):
         with pytest.raises(UsageError, match=r"Remove \.npz, or name it"):
@@ -262,10 +256,8 @@ class TestAFormatThatCanBeWritten:
         else:
             made = model()
         made.save(tmp_path / "model.keras")
-        report = shardload.convert(
-            tmp_path / "model.keras", tmp_path / "model.raw", dtype="bfloat16" if kind == "bfloat16" else None
-        )
-        assert report.format == "raw"
+        dtype = "bfloat16" if kind == "bfloat16" else None
+        assert shardload.convert(tmp_path / "model.keras", tmp_path / "model.raw", dtype=dtype).format == "raw"
         loaded = shardload.load(tmp_path / "model.raw", mesh="1x2")
         expected = [value.astype(str(v.dtype)) for v, value in zip(loaded.weights, made.get_weights(), strict=True)]
         assert all(map(np.array_equal, loaded.get_weights(), expected))
@@ -274,12 +266,18 @@ class TestAFormatThatCanBeWritten:
 
     def test_save_as(self, tmp_path):
         made = model()
+        made.compile("adam")
         shardload.save_as(made, tmp_path / "model.raw")
         assert same(shardload.load(tmp_path / "model.raw"), made)
+        assert "optimizer/vars/0" in shardload.inspect(tmp_path / "model.raw").tensors  # without it, Keras warns
 
-    def test_its_name_needs_its_ending(self, tmp_path):
+    def test_what_convert_refuses(self, tmp_path):
         with pytest.raises(UsageError, match=r"Cannot write model with to='raw': name it model\.raw"):
             shardload.convert(tmp_path / "model.keras", tmp_path / "model", to="raw")
+        with pytest.raises(UsageError, match=r"max_shard_bytes .* for model\.raw: it is one file"):
+            shardload.convert(tmp_path / "model.keras", tmp_path / "model.raw", max_shard_bytes="1MiB")
+        with pytest.raises(UnsupportedError, match=r"Cannot write a \.raw file: save_own_variables of Counting"):
+            shardload.save_as(keras.Sequential([keras.Input((4,)), Counting()]), tmp_path / "model.raw")
 
     def test_without_an_ending_it_is_no_target(self, tmp_path):
         register(dataclasses.replace(raw_format.SPEC, name="bare", endings=()))
@@ -289,6 +287,8 @@ class TestAFormatThatCanBeWritten:
         finally:
             registry.unregister("bare")
 
-    def test_it_is_one_file(self, tmp_path):
-        with pytest.raises(UsageError, match=r"max_shard_bytes .* for model\.raw: it is one file"):
-            shardload.convert(tmp_path / "model.keras", tmp_path / "model.raw", max_shard_bytes="1MiB")
+    def test_the_command_offers_those_of_shardload_too(self):
+        added = "from shardload.loaders import registry; registry.BUILT_IN['raw'] = 'raw_format:SPEC'"
+        code = f"{added}; from shardload.console.options import ConvertFormat; print(*ConvertFormat)"
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert printed.split() == ["preset", "h5", "safetensors", "orbax", "raw"]
