@@ -29,8 +29,8 @@ class TestLocal(StoreContract):
     def location(self, tmp_path):
         return located(write(tmp_path / "folder"))
 
-    def replace(self, location, content):
-        location.local_path().write_bytes(content)
+    def replace(self, file, content):
+        file.local_path().write_bytes(content)
 
     def test_relative_paths_become_absolute(self, location, monkeypatch):
         monkeypatch.chdir(location.local_path())
@@ -114,8 +114,8 @@ class TestMemory(StoreContract):
     def location(self):
         return Location(self.store({f"root/{name}": content for name, content in FILES.items()}), "root")
 
-    def replace(self, location, content):
-        location.store.files[location.key] = content
+    def replace(self, file, content):
+        file.store.files[file.key] = content
 
 
 class TestRemoteMemory(TestMemory):

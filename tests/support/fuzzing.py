@@ -1,6 +1,6 @@
 """What all fuzz tests share: how many cases, what opening a file may cost, and how bytes get damaged.
 
-Each format meets 300 cases in `make check`, 100 in the fast tests and 20,000 at night; ``SHARDLOAD_FUZZ_CASES=50000``
+Each format meets 200 cases in `make check`, 100 in the fast tests and 20,000 at night; ``SHARDLOAD_FUZZ_CASES=50000``
 asks for more.
 Cases are the same every time.
 """

@@ -36,8 +36,8 @@ class StoreContract:
     has_paths = False
     """Whether `local_path` returns a path."""
 
-    def replace(self, location, content):
-        """Change the content of a file, if the store's files can change."""
+    def replace(self, file, content):
+        """Change the content of the file at the location ``file``, if the store's files can change."""
         pytest.skip("files of this store do not change")
 
     def test_kinds(self, location):
