@@ -1,7 +1,7 @@
-"""The small files next to a checkpoint's weights: configurations, tokenizers, licences. Also KerasHub's preprocessor.
+"""The files next to a checkpoint's weights: configurations, tokenizers, licences. Also the preprocessor of a preset.
 
-They are KerasHub's or Hugging Face's. A checkpoint has those of its own library where that library expects them, and
-the others in a subfolder, so that a round trip loses nothing::
+There are two kinds: files that KerasHub reads, and files that Hugging Face's libraries read. A checkpoint has one kind
+where its own library expects them, and the other in a subfolder, so that a round trip loses nothing::
 
     format         KerasHub's files in           Hugging Face's files in
     preset         .                             transformers/
@@ -87,7 +87,7 @@ class Companions:
 
 
 def companions_of(manifest: Manifest) -> Companions:
-    """Return the small files next to a checkpoint's weights; of a GGUF file, tokenizer files made from its header."""
+    """Return the files next to a checkpoint's weights; of a GGUF file, tokenizer files made from its header."""
     source, spec = Path(manifest.source), spec_of(manifest)
     if spec.tokenizer == "header":
         if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):

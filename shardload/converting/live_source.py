@@ -106,7 +106,12 @@ def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
 
 
 def _with_files(source: Source, folder: Path) -> Source:
-    """Return the source with its small files: KerasHub's, which are written to ``folder``, and tokenizer files."""
+    """Return ``source``, a model in memory, with the files that a checkpoint of it has next to its weights.
+
+    KerasHub's configuration files and preprocessor are written to ``folder``, from the model as it is now. The other
+    files, such as Hugging Face's tokenizer files, are those of the checkpoint that the model was loaded from, if it
+    still exists and fits the model.
+    """
     # `origin` is the source that the model was loaded from, if it still describes the model.
     model, loaded = source.model, record_of(source.model).text_source
     kept, notes = Companions(), list(source.notes)

@@ -33,7 +33,7 @@ UNTRAINED = "the step was saved before training and has no optimizer slots; the 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A tensor of the step that no variable of the model corresponds to, so that it is reported as not used."""
+    """A tensor of a saved step for which the model has no variable, so that it is reported as not used."""
 
     tensor: str
     kind: str
@@ -41,9 +41,11 @@ class Left:
     part: str = ""
     is_core: bool = False
     weight: str | None = None
-    """Key of the slot's weight, if the model's optimizer, of the same class, now updates this weight in another way.
+    """If the tensor is a slot of a weight that the model's optimizer now updates by another rule: the weight's key.
 
-    All slots of the weight then begin as new. ``None`` if its other slots can be restored without this one.
+    This is so if the optimizer has the same class as in the step, but no such slot for this weight. Example: Muon had
+    left the weight to Adam, which needs velocities, and now updates it itself. All slots of the weight then begin as
+    new. ``None`` for other tensors: they keep no other slot from being restored.
     """
 
     @classmethod

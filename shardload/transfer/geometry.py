@@ -168,13 +168,20 @@ def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A box of a view (elements of a stored tensor that a variable needs), its dims sorted: largest stride first."""
+    """A box of a view, with its dims in *address order*: the dim with the largest stride first.
+
+    A view is a stored tensor as a variable sees it, for example transposed; a box is a range of indices per dim. One
+    step along the first dim here goes furthest in the file, one along the last dim the least. If a tensor of shape
+    (6, 4) is seen transposed to (4, 6), the view has the strides (1, 4), and its whole box has here ``order`` (1, 0),
+    ``shape`` (6, 4) and ``strides`` (4, 1). Dims of length 1 are before all others.
+    """
 
     order: tuple[int, ...]
-    """The view's dim numbers, largest stride first."""
+    """The view's dim numbers, in address order."""
     shape: tuple[int, ...]
+    """Length of the box in each dim, in address order."""
     strides: tuple[int, ...]
-    """Per dim: elements of the tensor from one index to the next."""
+    """Per dim, in address order: elements of the tensor from one index to the next."""
     offset: int
     """Number of the element at which the box starts, counted from the tensor's first element."""
     origin: tuple[int, ...]
@@ -195,7 +202,10 @@ class Ordered:
         )
 
     def to_view(self, start: list[int], stop: list[int]) -> Bounds:
-        """Convert a box inside this one, with dims in address order, to a box of the view, in the view's dim order."""
+        """Return a box inside this one as a box of the view, with the view's order of dims.
+
+        ``start`` and ``stop`` have their dims in address order, and count from the start of this box.
+        """
         first, last = [0] * len(start), [0] * len(start)
         for d, a, b in zip(self.order, start, stop, strict=True):
             first[d], last[d] = self.origin[d] + a, self.origin[d] + b
