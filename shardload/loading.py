@@ -241,6 +241,7 @@ def plan(
     dtype: DTypeLike | None = None,
     host_memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
+    hosts: int | None = None,
     ignore: Sequence[str] = (),
     task: bool = True,
     format: str | None = None,
@@ -259,6 +260,8 @@ def plan(
         dtype: As for `load`.
         host_memory_bytes: As for `load`.
         device_memory_bytes: Bytes of one device, or text like ``"16GiB"``: the report says whether the plan fits.
+        hosts: Number of processes that load together, each with equally many devices, which follow each other in the
+            mesh: the report says how much each of them reads. One process by default.
         ignore: As for `load`.
         task: As for `load`.
         format: As for `load`.
@@ -272,6 +275,7 @@ def plan(
         dtype=dtype,
         host_memory_bytes=host_memory_bytes,
         device_memory_bytes=device_memory_bytes,
+        hosts=hosts,
         ignore=ignore,
         task=task,
         format=format,

@@ -175,6 +175,7 @@ def plan(
     dtype: options.DtypeOption = None,
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
+    hosts: options.Hosts = None,
     train: options.TrainOption = None,
     batch: options.BatchOption = None,
     sequence: options.SequenceOption = None,
@@ -201,11 +202,15 @@ def plan(
     Examples:
     $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
 
+    $ shardload plan llama3.1_405b --mesh 64x64 --hosts 512
+
     $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB
     """
     spec = options.mesh_option(mesh, axes, layout)
     steps = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
     searched = _searched(layout, {**steps, "save-plan": save_plan, "svg": svg})
+    if searched and hosts is not None:
+        raise typer.BadParameter("A search for layouts plans no reads: leave --hosts out.", param_hint="--hosts")
     on_mesh = "1x1" if spec is None else str(spec)
     with streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
@@ -244,6 +249,7 @@ def plan(
                     dtype=dtype,
                     host_memory_bytes=host_memory,
                     device_memory_bytes=device_memory,
+                    hosts=hosts,
                     ignore=ignore or (),
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),

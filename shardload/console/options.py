@@ -329,6 +329,15 @@ DeviceMemory = Annotated[
         "uses no more.",
     ),
 ]
+Hosts = Annotated[
+    int | None,
+    typer.Option(
+        "--hosts",
+        metavar="N",
+        min=1,
+        help="Say what each of N hosts reads, which share the mesh's devices equally, in its order.",
+    ),
+]
 PlatformOption = Annotated[
     Platform | None,
     typer.Option(

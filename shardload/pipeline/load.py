@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from shardload import processes
+from shardload.errors import MeshError
 from shardload.hub import building
 from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
@@ -66,6 +67,7 @@ from shardload.sharding.devices import (
 )
 from shardload.stores.location import Fingerprint
 from shardload.typing import LayoutLike, MeshLike
+from shardload.units import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +264,21 @@ def plan_load(request: PlanRequest) -> PlanReport:
     available()  # building needs JAX to compute shapes; its own error would not name the cause
     mesh, layout = _mesh_and_layout(request.placement)
     devices = abstract_devices(mesh_spec("1x1" if mesh is None else mesh, axes=request.axes))
+    if request.hosts is not None and devices.mesh.size % request.hosts:
+        raise MeshError(
+            f"Cannot divide the {plural(devices.mesh.size, 'device')} of mesh {devices.mesh} equally among "
+            f"{plural(request.hosts, 'host')}. Choose another number of hosts"
+        )
     with clock("build"):
         model = build(source.manifest, request.construction)
     with clock("plan"):
         prepared = preparing.prepare_load(
             source, model, devices, layout=layout, matching=request.matching, budget_bytes=request.budget_bytes
         )
-    return reporting.plan_report(prepared, clock, layout=layout, device_memory_bytes=request.device_budget_bytes)
+        hosts = None if request.hosts is None else preparing.host_reads(prepared, request.hosts)
+    return reporting.plan_report(
+        prepared, clock, layout=layout, device_memory_bytes=request.device_budget_bytes, hosts=hosts
+    )
 
 
 def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, LayoutLike | None]:

@@ -23,6 +23,7 @@ from shardload.reports import (
     DeviceUse,
     Fit,
     HostBytes,
+    HostReads,
     LayoutSummary,
     LoadReport,
     Mismatched,
@@ -106,7 +107,9 @@ def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str
     return replace(report, notes=(*report.notes, *changed_rates(before, now, advice=advice)))
 
 
-def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_memory_bytes: int | None) -> PlanReport:
+def plan_report(
+    prepared: PreparedLoad, clock: Clock, *, layout: Any, device_memory_bytes: int | None, hosts: HostReads | None
+) -> PlanReport:
     """Build the report of a load that was only planned."""
     plan = prepared.plan
     facts = _facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes)
@@ -115,7 +118,7 @@ def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_mem
             "device memory and the smallest mesh cover weights alone, as for every load. To plan a whole step within a "
             "limit, use shardload.parallel.search or search_smallest_mesh",
         )
-    return PlanReport(**facts, fits=_fit(prepared, layout, device_memory_bytes))
+    return PlanReport(**facts, fits=_fit(prepared, layout, device_memory_bytes), hosts=hosts)
 
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:

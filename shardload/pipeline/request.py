@@ -267,6 +267,7 @@ class PlanRequest(_Building):
     """One call of `shardload.plan`: its arguments, under the same names; and ``progress``, for a search for layouts."""
 
     device_memory_bytes: int | str | None = None
+    hosts: int | None = None
 
     @cached_property
     def device_budget_bytes(self) -> int | None:
@@ -289,6 +290,8 @@ class PlanRequest(_Building):
     def check(self) -> None:
         """Raise if an argument is of the wrong kind or out of range."""
         check_backend()
+        if self.hosts is not None and (not isinstance(self.hosts, int) or self.hosts < 1):
+            raise UsageError(f"Cannot use hosts={self.hosts!r}: expected a number of hosts, such as 2")
         _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.placement, self.reporter
 
 

@@ -8,7 +8,8 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
     layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
     cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
     outside[{tensor, reason}], dtypes, notes
-    fits{device_memory, per_device_max, fits, smallest_mesh}                                            plans only
+    fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
+    hosts{hosts, devices, needed, read, total_read, of_needed, planned}                                 plans only
 
 Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them. The table::
 
@@ -42,6 +43,7 @@ from shardload.reports.facts import (
     DeviceUse,
     Fit,
     HostBytes,
+    HostReads,
     LayoutSummary,
     Mismatched,
     Outside,
@@ -161,6 +163,8 @@ class PlanReport(Report):
 
     fits: Fit | None = field(default=None)
     """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
+    hosts: HostReads | None = None
+    """What each host reads; ``None`` if no number of hosts was given."""
 
 
 def _finite(value: Any) -> Any:
@@ -202,6 +206,8 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
         head = f"{plural(len(fallbacks), 'variable')} did not get the layout wanted"
         yield "Fallbacks", _by_reason(head, reasons, style="yellow")
     yield "Disk", Text(_disk(report))
+    if (hosts := getattr(report, "hosts", None)) is not None:
+        yield "Hosts", Text(_hosts(hosts))
     staged, budget = format_bytes(report.host_bytes.peak_staging), format_bytes(report.host_bytes.budget)
     yield "Host memory", Text(f"{staged} peak staging of {budget}")
     yield "Time", _stages(report, block)
@@ -311,6 +317,15 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
+def _hosts(found: HostReads) -> str:
+    share = f"{'at most ' if found.planned > 1 else ''}{format_bytes(found.read)}"
+    return (
+        f"{plural(found.hosts, 'host')} of {plural(found.devices, 'device')}: each reads {share} for "
+        f"{format_bytes(found.needed)} needed; together {format_bytes(found.total_read)}, {found.of_needed:.3g} times "
+        "what the mesh needs"
+    )
+
+
 def _fit(fits: Fit) -> RenderableType:
     share = 100 * fits.per_device_max / fits.device_memory if fits.device_memory > 0 else 0.0
     verdict = ("yes", "bold green") if fits.fits else ("no", "bold red")
@@ -384,6 +399,7 @@ __all__ = [
     "Fallback",
     "Fit",
     "HostBytes",
+    "HostReads",
     "LayoutSummary",
     "LoadReport",
     "Mismatched",

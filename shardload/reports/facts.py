@@ -80,6 +80,29 @@ class HostBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class HostReads:
+    """What each host reads in a planned load by several hosts, which have equally many devices each.
+
+    A host reads what its own devices need, so bytes that devices of several hosts need are read by each of these hosts.
+    """
+
+    hosts: int
+    devices: int
+    """Devices of each host: neighbours in the order of the mesh."""
+    needed: int
+    """Stored bytes that the devices of a host need, each byte counted once; the most of any planned host."""
+    read: int
+    """Bytes that a host reads, gaps between needed bytes included; the most of any planned host."""
+    total_read: int
+    """Bytes that all hosts read together."""
+    of_needed: float
+    """``total_read`` over the bytes that the whole mesh needs: how often each byte leaves the storage on average."""
+    planned: int
+    """Hosts whose reads were planned one by one. Others have the same shards as one of these or, if there are more
+    kinds of hosts than are planned, are assumed to read as much as these on average."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutSummary:
     """How variables are spread over the mesh: how many are split, how many are whole on every device."""
 

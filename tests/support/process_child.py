@@ -100,6 +100,9 @@ def main(count, index, port, devices, mesh, do, folder, epochs=2):  # noqa: PLR0
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1 or do == "alone":
         join(count, index, port)
+    if do == "load":
+        tell(read=shardload.report(shardload.load(folder, mesh=mesh)).bytes.read)
+        return
     sizes = distribute(mesh)
     one = model()
     tell(pid=os.getpid(), usr=signal.getsignal(signal.SIGUSR1) is not None)

@@ -1,0 +1,66 @@
+"""`shardload.plan(hosts=…)` says what each of several processes reads, before there are any."""
+
+import keras
+import pytest
+from process_runs import Run
+
+import shardload
+from shardload.errors import MeshError, UsageError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model whose kernels are split by columns and by rows, and whose other variables are whole everywhere."""
+    x = inputs = keras.Input((96,))
+    for name in ("up", "down"):
+        x = keras.layers.Dense(768 if name == "up" else 96, name=name, activation="relu")(x)
+    keras.Model(inputs, keras.layers.LayerNormalization()(x)).save(tmp_path / "model.keras")
+    return tmp_path / "model.keras"
+
+
+def columns_and_rows():
+    return {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "mesh"), [(2, 4, "1x8"), (2, 4, "2x4"), (4, 2, "2x4")])
+def test_processes_read_what_was_planned(saved, processes, devices, mesh):
+    with Run(processes, devices, mesh, "load", saved) as run:
+        read = [one["read"] for one in run.finish()]
+    hosts = shardload.plan(saved, mesh=mesh, hosts=processes).hosts
+    assert (hosts.hosts, hosts.devices) == (processes, devices)
+    assert hosts.read == max(read) and hosts.total_read == sum(read)
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+def test_a_whole_model_is_read_by_every_host(saved, hosts):
+    found = shardload.plan(saved, mesh="1x8", layout="replicated", hosts=hosts)
+    assert found.hosts.of_needed == hosts and found.hosts.planned == 1
+    assert found.hosts.read == found.hosts.needed == found.bytes.needed
+
+
+def test_split_weights_are_needed_once(saved):
+    found = shardload.plan(saved, mesh="1x8", layout=columns_and_rows(), hosts=8)
+    kernels, rest = 2 * 96 * 768 * 4, found.bytes.needed - 2 * 96 * 768 * 4 - 768 * 4
+    assert found.hosts.needed == (kernels + 768 * 4) // 8 + rest
+    assert found.hosts.planned == 8 and found.hosts.total_read >= found.bytes.needed + 7 * rest
+
+
+def test_of_many_kinds_of_hosts_some_are_planned(saved):
+    found = shardload.plan(saved, mesh="1x96", layout={"up/kernel": (None, "model")}, hosts=96).hosts
+    assert found.planned == 16 and found.needed * 96 > found.total_read / 96
+
+
+def test_the_table(saved):
+    found = shardload.plan(saved, mesh="1x8", layout="replicated", hosts=2)
+    text = " ".join(str(found).split())
+    assert "2 hosts of 4 devices: each reads 580.1 KiB for 580.1 KiB needed; together 1.1 MiB, 2 times what" in text
+    assert found.to_json()["hosts"]["of_needed"] == 2
+    assert "Hosts" not in str(shardload.plan(saved, mesh="1x8"))
+
+
+def test_hosts_that_cannot_be(saved):
+    with pytest.raises(MeshError, match="Cannot divide the 8 devices of mesh batch=1,model=8 equally among 3 hosts"):
+        shardload.plan(saved, mesh="1x8", hosts=3)
+    with pytest.raises(UsageError, match="hosts=0: expected a number of hosts"):
+        shardload.plan(saved, mesh="1x8", hosts=0)
