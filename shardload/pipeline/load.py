@@ -267,7 +267,7 @@ def plan_load(request: PlanRequest) -> PlanReport:
     if request.hosts is not None and devices.mesh.size % request.hosts:
         raise MeshError(
             f"Cannot divide the {plural(devices.mesh.size, 'device')} of mesh {devices.mesh} equally among "
-            f"{plural(request.hosts, 'host')}. Choose another number of hosts"
+            f"{plural(request.hosts, 'host')}. Choose another number of hosts or another mesh"
         )
     with clock("build"):
         model = build(source.manifest, request.construction)

@@ -290,7 +290,7 @@ class PlanRequest(_Building):
     def check(self) -> None:
         """Raise if an argument is of the wrong kind or out of range."""
         check_backend()
-        if self.hosts is not None and (not isinstance(self.hosts, int) or self.hosts < 1):
+        if self.hosts is not None and (type(self.hosts) is not int or self.hosts < 1):
             raise UsageError(f"Cannot use hosts={self.hosts!r}: expected a number of hosts, such as 2")
         _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.placement, self.reporter
 

@@ -205,9 +205,10 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
         reasons = ((f.variable, f"{f.wanted} → {f.got}  {printable(f.why)}") for f in fallbacks)
         head = f"{plural(len(fallbacks), 'variable')} did not get the layout wanted"
         yield "Fallbacks", _by_reason(head, reasons, style="yellow")
-    yield "Disk", Text(_disk(report))
     if (hosts := getattr(report, "hosts", None)) is not None:
         yield "Hosts", Text(_hosts(hosts))
+    else:
+        yield "Disk", Text(_disk(report))
     staged, budget = format_bytes(report.host_bytes.peak_staging), format_bytes(report.host_bytes.budget)
     yield "Host memory", Text(f"{staged} peak staging of {budget}")
     yield "Time", _stages(report, block)
@@ -319,10 +320,11 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def _hosts(found: HostReads) -> str:
     share = f"{'at most ' if found.planned > 1 else ''}{format_bytes(found.read)}"
+    times = f"{found.of_needed:.3g}" if found.of_needed < 1000 else f"{found.of_needed:,.0f}"
     return (
         f"{plural(found.hosts, 'host')} of {plural(found.devices, 'device')}: each reads {share} for "
-        f"{format_bytes(found.needed)} needed; together {format_bytes(found.total_read)}, {found.of_needed:.3g} times "
-        "what the mesh needs"
+        f"{format_bytes(found.needed)} needed; together {format_bytes(found.total_read)}, "
+        f"{'no more than' if times == '1' else f'{times} times'} what the mesh needs"
     )
 
 

@@ -56,11 +56,12 @@ def test_the_table(saved):
     text = " ".join(str(found).split())
     assert "2 hosts of 4 devices: each reads 580.1 KiB for 580.1 KiB needed; together 1.1 MiB, 2 times what" in text
     assert found.to_json()["hosts"]["of_needed"] == 2
-    assert "Hosts" not in str(shardload.plan(saved, mesh="1x8"))
+    assert "Disk" not in text and "Hosts" not in str(shardload.plan(saved, mesh="1x8"))
 
 
 def test_hosts_that_cannot_be(saved):
     with pytest.raises(MeshError, match="Cannot divide the 8 devices of mesh batch=1,model=8 equally among 3 hosts"):
         shardload.plan(saved, mesh="1x8", hosts=3)
-    with pytest.raises(UsageError, match="hosts=0: expected a number of hosts"):
-        shardload.plan(saved, mesh="1x8", hosts=0)
+    for hosts in (0, True, "2"):
+        with pytest.raises(UsageError, match=f"hosts={hosts!r}: expected a number of hosts"):
+            shardload.plan(saved, mesh="1x8", hosts=hosts)
