@@ -32,8 +32,8 @@ _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
 Like the stack trace of the abort, it is not printed if the helper's own message explains the abort."""
 _RECENT_S = 120.0
 """An exit within this many seconds of another process' failure counts as its result: JAX aborts processes that wait."""
-_SETTLE_S = 2.0
-"""Seconds to wait for the helper of another process to record the failure that also ended this process."""
+_SETTLE_S = 10.0
+"""Most seconds to wait for the helper of another process to record the failure that also ended this process."""
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
@@ -103,8 +103,10 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
         # Without the first process, the others end at once: what watches it may still be writing down why.
         before = written_since(folder, since)
         if not before and process > 0 and not _answers(coordinator):
-            time.sleep(_SETTLE_S)
-            before = written_since(folder, since)
+            until = time.monotonic() + _SETTLE_S
+            while not before and time.monotonic() < until:
+                time.sleep(0.1)
+                before = written_since(folder, since)
         why = "after the failure recorded above" if before else "most likely killed,"
         what = f"Process {process} ({host} pid {pid}) exited unexpectedly, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})
