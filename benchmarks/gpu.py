@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import interleave
+
 LIMITS = 1.1, 1.5, 2.0
 """Device memory over bytes of the weights."""
 PROMPT = [2, 651, 6037, 576, 6081, 603]
@@ -172,7 +174,7 @@ def token(folder: Path, side: str) -> dict[str, Any]:
 
 
 def rate(folder: Path, pairs: int) -> dict[str, Any]:
-    """GB/s of ours and of plain copies, in turn."""
+    """Measure the GB/s of a load and of plain copies, in turn."""
     import jax
     import numpy as np
     from jax.sharding import SingleDeviceSharding
@@ -208,20 +210,12 @@ def rate(folder: Path, pairs: int) -> dict[str, Any]:
         "shardload": ours(None),
         "shardload, 2 GiB budget": ours("2GiB"),
     }
-    runs: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    for index in range(-1, pairs):
-        for kind in list(kinds) if index % 2 else reversed(list(kinds)):
-            wall, cpu = time.perf_counter(), time.process_time()
-            result = kinds[kind]()
-            taken = time.perf_counter() - wall, time.process_time() - cpu
-            del result
-            if index >= 0:
-                runs[kind].append(taken)
+    runs = interleave(kinds, rounds=pairs, between=lambda: None)
     return {
         kind: {
-            "gb_s": n_bytes / 1e9 / statistics.median(wall for wall, _ in each),
-            "cpu_s": statistics.median(cpu for _, cpu in each),
-            "wall_s": [wall for wall, _ in each],
+            "gb_s": n_bytes / 1e9 / statistics.median(run.wall_s for run in each),
+            "cpu_s": statistics.median(run.cpu_s for run in each),
+            "wall_s": [run.wall_s for run in each],
         }
         for kind, each in runs.items()
     }
