@@ -67,6 +67,12 @@ class PreparedLoad:
         """The checkpoint's headers."""
         return self.source.manifest
 
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of the tensors to compute values from: each process reads them whole, outside of ``plan``."""
+        names = {name for computed in self.mapping.computed for name in computed.tensors}
+        return sum(self.manifest.tensors[name].stored_bytes for name in names)
+
     def validated(self) -> PreparedLoad:
         """Raise `MismatchError` if checkpoint and model differ; with ``strict=False``, return a load of what fits."""
         require_decoders(self.manifest.tensors[name] for name in self.mapping.read)
@@ -209,18 +215,13 @@ def host_reads(prepared: PreparedLoad, hosts: int) -> HostReads:
         )
         for first, *_ in alike
     ]
-    # Tensors to compute from are read whole by every process, outside of the plan.
-    tensors = prepared.manifest.tensors
-    computed = sum(tensors[n].stored_bytes for n in {n for c in prepared.mapping.computed for n in c.tensors})
+    computed = prepared.computed_bytes
     read = sum(len(same) * (plan.read_bytes + computed) for same, plan in zip(alike, plans, strict=True))
-    total = read * hosts // sum(map(len, alike))
-    needed = prepared.plan.needed_bytes + computed
     return HostReads(
         hosts=hosts,
         devices=devices,
         needed=max(plan.needed_bytes for plan in plans) + computed,
         read=max(plan.read_bytes for plan in plans) + computed,
-        total_read=total,
-        of_needed=total / needed if needed else 1.0,
+        total_read=read * hosts // sum(map(len, alike)),
         planned=len(plans),
     )

@@ -123,9 +123,8 @@ def plan_report(
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
     """Return the values that reports of a load and of a plan have in common (bytes, seconds, notes), by field name."""
-    # Tensors to compute from are read outside of the plan, whole (`filling`), so their bytes are added to both counts.
     mapping, tensors, spent = prepared.mapping, prepared.manifest.tensors, clock.stages.get
-    computed_bytes = sum(tensors[name].stored_bytes for name in {name for c in mapping.computed for name in c.tensors})
+    computed_bytes = prepared.computed_bytes
     stored = ((b, tensors[b.view.tensor].dtype) for b in mapping.bindings)
     read_bytes += computed_bytes + prepared.compared_bytes
     return {

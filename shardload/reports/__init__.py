@@ -9,7 +9,7 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
     cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
     outside[{tensor, reason}], dtypes, notes
     fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
-    hosts{hosts, devices, needed, read, total_read, of_needed, planned}                                 plans only
+    hosts{hosts, devices, needed, read, total_read, planned}                                            plans only
 
 Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them. The table::
 
@@ -206,7 +206,7 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
         head = f"{plural(len(fallbacks), 'variable')} did not get the layout wanted"
         yield "Fallbacks", _by_reason(head, reasons, style="yellow")
     if (hosts := getattr(report, "hosts", None)) is not None:
-        yield "Hosts", Text(_hosts(hosts))
+        yield "Hosts", Text(_hosts(hosts, needed=report.bytes.needed))
     else:
         yield "Disk", Text(_disk(report))
     staged, budget = format_bytes(report.host_bytes.peak_staging), format_bytes(report.host_bytes.budget)
@@ -318,9 +318,10 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
-def _hosts(found: HostReads) -> str:
+def _hosts(found: HostReads, *, needed: int) -> str:
     share = f"{'at most ' if found.planned > 1 else ''}{format_bytes(found.read)}"
-    times = f"{found.of_needed:.3g}" if found.of_needed < 1000 else f"{found.of_needed:,.0f}"
+    quotient = found.total_read / needed if needed else 1.0
+    times = f"{quotient:.3g}" if quotient < 1000 else f"{quotient:,.0f}"
     return (
         f"{plural(found.hosts, 'host')} of {plural(found.devices, 'device')}: each reads {share} for "
         f"{format_bytes(found.needed)} needed; together {format_bytes(found.total_read)}, "

@@ -95,8 +95,6 @@ class HostReads:
     """Bytes that a host reads, gaps between needed bytes included; the most of any planned host."""
     total_read: int
     """Bytes that all hosts read together."""
-    of_needed: float
-    """``total_read`` over the bytes that the whole mesh needs: how often each byte leaves the storage on average."""
     planned: int
     """Hosts whose reads were planned one by one. Others have the same shards as one of these or, if there are more
     kinds of hosts than are planned, are assumed to read as much as these on average."""
