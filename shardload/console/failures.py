@@ -43,7 +43,7 @@ class Failure:
     kind: str
     """Name of the exception's class, which ``--json`` reports as ``type``."""
     message: str
-    """What went wrong, in one paragraph; empty if the reader of stdout closed it, so that nobody reads the message."""
+    """What went wrong, in one paragraph; empty if stdout was closed by its reader, who would not see it."""
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:

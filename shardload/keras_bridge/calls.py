@@ -44,7 +44,7 @@ def arguments_of_call(model: Model) -> frozenset[str] | None:
 
 
 def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
-    """Yield (layer, next layer) wherever only the next layer reads the output of the first, in call order.
+    """Yield (layer, next layer) where only the next layer reads the output of the first, in call order.
 
     Both layers are called once; the first has a single output, which the model does not return. A model that is
     neither functional nor sequential has no such pairs. A layout may split both kernels of a pair for one all-reduce.

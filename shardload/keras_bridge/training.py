@@ -39,7 +39,7 @@ def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence
 
 
 def batches_laid_out_singly() -> AbstractContextManager[None]:
-    """Inside the block, a distribution with ``lays_out_each_batch`` chooses the layout of every batch anew.
+    """Inside the block, a distribution with ``lays_out_each_batch`` chooses a layout for each batch.
 
     Keras takes that of the first batch for all, and fails at a last batch that is too small to split.
     """

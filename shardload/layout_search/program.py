@@ -24,7 +24,7 @@ UNSPLIT = -1
 """The number of every dim of length 1. Such a dim is never split, so none needs a number of its own.
 
 A longer dim has a number, its *node*, and belongs to a group of dims that must be split alike, which has a number, too.
-Wherever a node or the number of a group is expected, `UNSPLIT` stands for a dim that is not split."""
+`UNSPLIT`, in place of a node or of the number of a group, is a dim that is not split."""
 CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
@@ -43,7 +43,7 @@ class Value:
     stored: bool = False
     """Whether the value needs a buffer, unlike an intermediate result of a fused operation."""
     recomputed: bool = False
-    """Whether the value is a constant or a broadcast, which XLA does not store, but computes wherever it is read."""
+    """Whether the value is a constant or a broadcast, which XLA does not store, but computes where it is read."""
     cast_of: Value | None = None
     """The value from which this one was converted to another dtype; ``None`` if it is no conversion."""
 

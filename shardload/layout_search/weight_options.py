@@ -11,7 +11,7 @@ If a step uses an embedding for a lookup and nothing else, the batch axis may sp
                                    and results are added up; backward, the gradients of the results are gathered
 
 The second layout moves fewer bytes if the vocabulary is large and a batch has few tokens. XLA moves the batch by itself
-wherever rows are split like this.
+where rows are split like this.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def map_weights(
 ) -> VariableMap:
     """Map a checkpoint's tensors to a model's variables, by the function of this package for the checkpoint's format.
 
-    With ``names`` (tensor → path of its variable), tensors are mapped by name, whatever the format. With ``as_keras``,
+    With ``names`` (tensor → path of its variable), tensors of every format are mapped by name. With ``as_keras``,
     they are mapped as Keras and KerasHub would do it: an archive's optimizer state by position alone, and tensors
     rounded where KerasHub's converter rounds them.
     """

@@ -74,7 +74,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class JointPlan:
-    """What is compiled into the update of all matrices: a change of any field compiles it anew."""
+    """What is compiled into the update of all matrices: a change of any field makes JAX compile it again."""
 
     matrices: tuple[Matrix, ...]
     settings: Settings
@@ -357,7 +357,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WholePlan:
-    """What a compiled step of REKLS depends on besides the arrays: a step with another plan is compiled anew."""
+    """What a compiled step of REKLS depends on besides the arrays: a step with another plan is compiled again."""
 
     joint: JointPlan
     decays: tuple[bool, ...]

@@ -232,7 +232,7 @@ class REKLS(JointOptimizer):
 
     @property
     def fixed_dtype_state(self) -> list[Variable]:
-        """State that keeps its dtype whatever the dtype of the weights: moments, factors and eigenpairs."""
+        """State that keeps its dtype even if the weights have another: moments, factors and eigenpairs."""
         return [v for slot in rekls_setup.SLOTS for v in getattr(self, slot, ()) if v is not None]
 
     @property

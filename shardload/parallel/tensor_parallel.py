@@ -112,7 +112,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
             device_ids: Ids of the devices (``"gpu:0"``, 0), or `jax.Device`s, in the order of the shards.
             distributed_backend: ``"auto"`` or ``"jax"``; nothing else runs.
             world_size: Another name of ``device_count``.
-            layout: How to choose layouts (see `shardload.parallel.choose`); a plan for one axis, whatever its name.
+            layout: How to choose layouts (see `shardload.parallel.choose`); a plan for one axis of any name.
             **kwargs: ``name`` and ``trainable``, as for every `keras.Model`.
 
         Raises:

@@ -6,7 +6,7 @@ argument of the callbacks, says which of these count::
     best_of="folder"    the steps of all runs that saved to the folder
     best_of="run"       the steps of this run and of the run that it resumed; Keras' own callbacks compare like this
 
-The value to beat is determined anew when ``fit`` begins, because steps may have been removed or damaged since. NaN and
+The value to beat is determined again when ``fit`` begins, because steps may have been removed or damaged since. NaN and
 infinities never count as the best: no later value could beat them.
 
 `Retention` counts and removes only undamaged steps saved by shardload; users remove all others themselves. The best
@@ -237,7 +237,7 @@ class Retention:
     """Which steps stay when old ones are removed: those that at least one of up to four rules keeps."""
 
     latest: int | None
-    """How many of the newest steps stay. With ``None``, all steps stay, whatever the other rules say."""
+    """Number of newest steps to keep; ``None`` keeps all steps, also those that other rules would delete."""
     best: int | None = None
     """How many steps stay because they have the best values of the monitored metric; ``None`` keeps none for that."""
     every_steps: int | None = None

@@ -130,7 +130,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether shardload saved a step in this folder, whatever its name; a subfolder ``shardload`` is no proof of it."""
+    """Whether shardload saved a step in this folder of any name. A subfolder ``shardload`` does not prove it."""
     path = Path(folder)
     # A source checkout of this project has a folder shardload/, too.
     marked = (path / OWN_FOLDER).is_dir() and (path / _ORBAX_FILE).is_file()

@@ -91,7 +91,7 @@ class Root:
 
 
 class Staging:
-    """The hidden folder in which one step is written, so that nobody sees an incomplete step."""
+    """The hidden folder in which one step is written: readers do not see it before it is complete."""
 
     def __init__(self, root: Root, step: int, home: Path, lock: FolderLock | None) -> None:
         self.root = root

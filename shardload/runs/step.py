@@ -259,7 +259,7 @@ class StepInfo:
 
     @property
     def hides_rank(self) -> bool:
-        """Whether damage hides the metrics of the step, so that nobody can tell whether it is the best one."""
+        """Whether damage hides the metrics of the step, so that it may be the best one, or not."""
         return self.ours and self.record is None and self.problems is not None
 
     @property

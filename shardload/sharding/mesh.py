@@ -7,7 +7,7 @@ A mesh of 2 x 4 with axes ``batch`` and ``model`` has eight *positions*, counted
     batch 0   0  1  2  3
           1   4  5  6  7
 
-The name of an axis says what it splits, wherever the axis stands::
+The name of an axis says what it splits, at any place in the mesh::
 
     batch   batch, data, dp, replica     the batch; each device along it has the same weights
     fsdp    fsdp, zero                   weights, in the largest dim that no other axis splits

@@ -135,7 +135,7 @@ class Requests:
             return None
         raise UnsafeSourceError(
             f"{self.url}/{name} should have at most {exact_bytes(limit)}, as it is read as a whole, but has more. "
-            "It is probably another kind of file; upload the right one"
+            "It is probably another kind of file. Check the address"
         )
 
     def version(self, name: str) -> int:

@@ -65,7 +65,7 @@ class DecoderTensors:
     reads_attention_bias: bool = True
     """Whether the field ``attention_bias`` decides if attention has biases; ``False``: the field is ignored."""
     qkv_biases: bool = False
-    """Whether query, key and value have biases, whatever the configuration says."""
+    """Whether query, key and value have biases in every model of the family."""
     feed_forward: Callable[[Config, int, str], Iterator[TensorSpec]] = lambda config, layer, at: gated_mlp(
         config, f"{at}.mlp"
     )
