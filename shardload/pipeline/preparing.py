@@ -223,5 +223,6 @@ def host_reads(prepared: PreparedLoad, hosts: int) -> HostReads:
         needed=max(plan.needed_bytes for plan in plans) + computed,
         read=max(plan.read_bytes for plan in plans) + computed,
         total_read=read * hosts // sum(map(len, alike)),
+        kinds=len(kinds),
         planned=len(plans),
     )

@@ -9,7 +9,7 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
     cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
     outside[{tensor, reason}], dtypes, notes
     fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
-    hosts{hosts, devices, needed, read, total_read, planned}                                            plans only
+    hosts{hosts, devices, needed, read, total_read, kinds, planned}                                     plans only
 
 Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them. The table::
 
@@ -319,13 +319,15 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _hosts(found: HostReads, *, needed: int) -> str:
-    share = f"{'at most ' if found.planned > 1 else ''}{format_bytes(found.read)}"
+    estimated = found.planned < found.kinds
+    share = f"{'about ' if estimated else 'at most ' if found.kinds > 1 else ''}{format_bytes(found.read)}"
     quotient = found.total_read / needed if needed else 1.0
     times = f"{quotient:.3g}" if quotient < 1000 else f"{quotient:,.0f}"
     return (
         f"{plural(found.hosts, 'host')} of {plural(found.devices, 'device')}: each reads {share} for "
         f"{format_bytes(found.needed)} needed; together {format_bytes(found.total_read)}, "
         f"{'no more than' if times == '1' else f'{times} times'} what the mesh needs"
+        f"{f' (estimated from {found.planned} of {found.kinds} kinds of hosts)' if estimated else ''}"
     )
 
 

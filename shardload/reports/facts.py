@@ -95,9 +95,10 @@ class HostReads:
     """Bytes that a host reads, gaps between needed bytes included; the most of any planned host."""
     total_read: int
     """Bytes that all hosts read together."""
+    kinds: int
+    """Kinds of hosts: those of one kind have the same shards, so they read the same bytes."""
     planned: int
-    """Hosts whose reads were planned one by one. Others have the same shards as one of these or, if there are more
-    kinds of hosts than are planned, are assumed to read as much as these on average."""
+    """Kinds of which one host was planned. If there are more kinds, all numbers of bytes are estimates from these."""
 
 
 @dataclass(frozen=True, slots=True)

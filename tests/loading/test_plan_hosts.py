@@ -47,8 +47,11 @@ def test_split_weights_are_needed_once(saved):
 
 
 def test_of_many_kinds_of_hosts_some_are_planned(saved):
-    found = shardload.plan(saved, mesh="1x96", layout={"up/kernel": ("model", None)}, hosts=96).hosts
-    assert found.planned == 16 and found.total_read == 96 * found.read  # each reads one row, and all the rest
+    plan = shardload.plan(saved, mesh="1x96", layout={"up/kernel": ("model", None)}, hosts=96)
+    found = plan.hosts
+    assert (found.planned, found.kinds) == (16, 96)
+    assert found.total_read == 96 * found.read  # each reads one row, and all the rest
+    assert "(estimated from 16 of 96 kinds of hosts)" in " ".join(str(plan).split())
 
 
 def test_the_table(saved):
