@@ -57,7 +57,7 @@ class Saved:
     left: tuple[Any, ...]
     """Variables that Keras does not save: the states of seed generators."""
     optimizers: tuple[Copy, ...] = ()
-    """Variables of optimizers that are not built (iterations, learning rate): Keras requires them in the file."""
+    """Variables of optimizers that are not built (iterations, learning rate): without them in the file, Keras warns."""
     omitted: tuple[str, ...] = ()
     """Optimizers, as paths in the model, whose state is left out although Keras would write it."""
 
@@ -224,8 +224,8 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
     """Return ``found`` with the variables of optimizers that have never trained: iterations, learning rate.
 
-    Keras expects these few variables in the file. Optimizers that have trained are only listed as omitted, because a
-    conversion keeps weights, not the state of training.
+    Without these few variables in the file, Keras warns. Optimizers that have trained are only listed as omitted,
+    because a conversion keeps weights, not the state of training.
     """
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.

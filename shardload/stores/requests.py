@@ -254,8 +254,8 @@ class Fetch:
             return None
         if found.state != "value":
             raise TransferError(
-                f"{self._requests.url}/{self._name} cannot be read: the store returned neither bytes nor that it is "
-                f"missing (state {found.state!r} in TensorStore). Try again"
+                f"{self._requests.url}/{self._name} cannot be read: the store neither sent its bytes nor said that it "
+                f"is missing (state {found.state!r} in TensorStore). Try again"
             )
         return bytes(found.value)
 

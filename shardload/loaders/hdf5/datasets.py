@@ -206,7 +206,8 @@ class Reader:
                     raise UnsafeSourceError(
                         f"{self._region.path}: {name!r} is a second link to {first.name!r}, which would load that "
                         "dataset again. All datasets that are loaded again may together take at most "
-                        f"{_MAX_COPIES} times the file's size. If you trust the file, load and save it with Keras"
+                        f"{_MAX_COPIES} times the file's size, or {exact_bytes(_EXPANSION_FLOOR_BYTES)} if that is "
+                        "more. If you trust the file, load and save it with Keras"
                     )
                 found[address] = replace(first, name=name)
             if (tensor := found[address]) is not None:
