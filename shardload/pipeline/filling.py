@@ -1,21 +1,15 @@
 """Fill a model's variables by a prepared load, once all processes agree on what they load.
 
-`topics` lists what must be equal on all processes, and `shardload.processes.agreement` compares it. Paths are not
-compared: the checkpoint may have another path on another host. Nor are names of variables, because Keras numbers them
-in order of creation: a variable is identified by its place in the model. Contents are compared by the digests that
-steps saved by shardload have. In other files a few bytes are compared, at the start of tensors and at evenly spaced
-places: enough to tell one checkpoint from another, not to detect a flipped bit.
+`topics` lists what must be equal on all processes, and `shardload.processes.agreement` compares it. Names of variables
+are not compared, because Keras numbers them in order of creation: a variable is identified by its place in the model.
 
 `fill_variables` is the only part of a load that changes the model.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from shardload.errors import LoadInterruptedError
@@ -27,21 +21,19 @@ from shardload.keras_bridge.optimizer_slots import begin_slot
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of, stored_dtype
 from shardload.layouts.choice import KEEP_LAYOUT
 from shardload.layouts.model_variables import all_variables
-from shardload.manifest import Extent, Manifest
 from shardload.mapping.assign import Assigner
 from shardload.pipeline import reporting
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import OnFailure
-from shardload.processes.agreement import Facts, Topic, facts_digest
+from shardload.pipeline.source_facts import source_topics
+from shardload.processes.agreement import Facts, Topic
 from shardload.progress import Progress
 from shardload.reports import LoadReport
-from shardload.stores.location import Fingerprint, Location
+from shardload.stores.location import Fingerprint
 from shardload.transfer import execution
-from shardload.transfer.byte_source import Verifier
 from shardload.transfer.casts import is_float, overflow_notes
 from shardload.transfer.read_tensor import read_tensor
-from shardload.units import exact_bytes
 
 
 def fill_variables(
@@ -147,11 +139,6 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
         ) from error
 
 
-SPOTS = 256
-"""Number of places at which processes compare files without digests: reading them takes milliseconds at any size."""
-_SPOT_BYTES = 256
-
-
 def topics(prepared: PreparedLoad) -> list[Topic]:
     """Return what must be equal on all processes before a model is filled, in the order to compare: causes first."""
     # Causes before effects: another dtype also changes every line of the model, which would be named instead.
@@ -172,67 +159,11 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
 
     return [
         Topic("the mesh", mesh, f"Pass {same}"),
-        Topic("the source", lambda: source_facts(prepared.manifest), f"Load {same}"),
-        Topic(
-            "the source",
-            lambda: content_facts(prepared.manifest, prepared.source.checker),
-            f"Load {same}; copy it again where it lies in several places",
-        ),
+        *source_topics(prepared.manifest, prepared.source.checker),
         Topic("the dtype", dtypes, f"Pass {same}, or build the model with it"),
         Topic("the model", lambda: _model(prepared), f"Build {same}", paths),
         Topic("the layout", lambda: {f"Variable {i}": str(row.layout) for i, row in rows}, f"Use {same}", paths),
     ]
-
-
-def source_facts(manifest: Manifest) -> Facts:
-    """Return facts from a checkpoint's headers that must be equal on all processes: not paths, which may differ."""
-    # Files by their number, as their paths may differ between hosts.
-    order = {path: i for i, path in enumerate(manifest.files)}
-    found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
-    for tensor in manifest.tensors.values():
-        # Offsets too: files of equal size may have their tensors in another order.
-        match tensor.storage:
-            case Extent(path, offset):
-                where = f" at byte {offset} of file {order.get(path, -1)}"
-            case _:
-                where = f" in {exact_bytes(tensor.stored_bytes)}"
-        found[f"Tensor {tensor.name!r}"] = f"{tensor.dtype} {tensor.shape}{where}"
-    found["The sizes of its files"] = ", ".join(map(str, sorted(manifest.files.values())))
-    found["Its configuration"] = facts_digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})
-    return found
-
-
-def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
-    """Return facts about a checkpoint's bytes that processes compare: digests of files, or bytes at a few places."""
-    if check is not None:
-        units_by_file = sorted(check.units_by_file().items())
-        return {f"The digests of {name}": facts_digest({"": "".join(units)}) for name, units in units_by_file}
-    found = {}
-    for name, path, offset in _spots(manifest):
-        with closing(path.open()) as file:
-            buffer = bytearray(min(_SPOT_BYTES, max(0, file.n_bytes - offset)))
-            file.read_into(memoryview(buffer), offset)
-        found[name] = f"{buffer[:8].hex()}… ({hashlib.blake2b(buffer, digest_size=4).hexdigest()})"
-    return found
-
-
-def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
-    """Yield the places at which processes compare bytes: a description of the bytes, their file, and their offset."""
-    # Tensors begin where values surely are; evenly spaced places also cover tensors that have no extent.
-    starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
-    for name, extent in _some(starts, SPOTS // 2):
-        yield f"The first bytes of tensor {name!r}", extent.path, extent.offset
-    files = _some(list(manifest.files.items()), SPOTS // 4)
-    # At least the first and the last place of each file (and no division by zero below).
-    each = max(2, SPOTS // 2 // max(1, len(files)))
-    for number, (path, size) in enumerate(files):
-        for offset in dict.fromkeys(max(0, size - _SPOT_BYTES) * k // (each - 1) for k in range(each)):
-            yield f"The bytes at {offset} of file {number}", path, offset
-
-
-def _some(found: list[Any], most: int) -> list[Any]:
-    """Return a sample of at most ``most`` entries of a list, evenly spaced."""
-    return found[:: max(1, math.ceil(len(found) / most))]
 
 
 def _model(prepared: PreparedLoad) -> Facts:

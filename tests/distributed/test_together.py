@@ -30,7 +30,7 @@ from shardload.errors import (
 )
 from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
-from shardload.pipeline import filling, preparing
+from shardload.pipeline import filling, preparing, source_facts
 from shardload.pipeline.request import LoadWeightsRequest
 from shardload.processes import agreement, error_word, from_elsewhere, joint_call
 from shardload.resolve.opening import OpenedSource
@@ -314,18 +314,18 @@ def test_files_of_other_content_are_told_apart_whatever_their_paths(tmp_path):
     first = write(tmp_path / "a.safetensors", x=ones, y=ones)
     same = write(tmp_path / "elsewhere" / "b.safetensors", x=ones, y=ones)
     other = write(tmp_path / "c.safetensors", x=ones, y=zeros)
-    assert filling.source_facts(first) == filling.source_facts(same) == filling.source_facts(other)
-    assert filling.content_facts(first, None) == filling.content_facts(same, None)
-    found = filling.content_facts(other, None)
-    differ = [key for key, text in filling.content_facts(first, None).items() if found[key] != text]
+    assert source_facts.source_facts(first) == source_facts.source_facts(same) == source_facts.source_facts(other)
+    assert source_facts.content_facts(first, None) == source_facts.content_facts(same, None)
+    found = source_facts.content_facts(other, None)
+    differ = [key for key, text in source_facts.content_facts(first, None).items() if found[key] != text]
     assert differ[0] == "The first bytes of tensor 'y'"
     cast = write(tmp_path / "d.safetensors", x=ones, y=ones.astype(np.float16))
-    assert filling.source_facts(first) != filling.source_facts(cast)
+    assert source_facts.source_facts(first) != source_facts.source_facts(cast)
 
 
 def test_looking_at_content_is_bounded(tmp_path):
     many = write(tmp_path / "many.safetensors", **{f"t{i}": np.ones(300, np.float32) for i in range(2000)})
-    assert len(filling.content_facts(many, None)) <= filling.SPOTS
+    assert len(source_facts.content_facts(many, None)) <= source_facts.SPOTS
 
 
 @pytest.mark.parametrize(
