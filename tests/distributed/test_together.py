@@ -42,6 +42,8 @@ SHARE = [
     Case("restore", "end", "stop", 1), Case("load", "before", "kill", 0), Case("load_weights", "before", "raise", 0),
     Case("restore", "transfer", "raise", 1), Case("load", "end", "raise", 0), Case("load", "import", "raise", 1),
     Case("load", "script", "raise", 1), Case("load", "before", "content", 1), Case("restore", "before", "mesh", 1),
+    Case("load_arrays", "headers", "kill", 1), Case("load_arrays", "transfer", "stop", 1),
+    Case("load_arrays", "end", "raise", 0), Case("load_arrays", "before", "mesh", 1),
 ]  # fmt: skip
 """Of `together_runs.all_cases`, each stage, kind and call at least once; the quick ones run while the others wait."""
 
@@ -58,10 +60,10 @@ def test_what_goes_wrong_on_one_ends_all_soon_with_the_cause(sources):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["load", "local"])
+@pytest.mark.parametrize("call", ["load", "local", "load_arrays", "local_arrays"])
 def test_a_load_by_all_is_alike_and_one_by_each_alone_waits_for_nobody(call, sources):
     first, second = told_by(2, 4, "2x4", call, sources[0], "none", "none", 9, module="together_child")
-    if call == "load":
+    if not call.startswith("local"):
         assert first["seeds"] and second["seeds"]  # nothing was drawn from the user's generators, which differ
         assert first["state"] == second["state"]
     else:
@@ -248,6 +250,10 @@ def load(**options):
     return lambda: shardload.load("/nowhere/x.keras", **options)
 
 
+def load_arrays(**options):
+    return lambda: shardload.load_arrays("/nowhere/x.safetensors", lambda name, shape: None, **options)
+
+
 @pytest.mark.parametrize(
     ("mine", "other", "expected"),
     [
@@ -266,6 +272,13 @@ def load(**options):
         (load(), load(task=False), "task: "),
         (load(), load(compile=False), "compile: "),
         (load(), load(safe_mode=False), "safe_mode: "),
+        (
+            load_arrays(),
+            load_weights(),
+            "the call. function: process 0 has 'load_arrays', process 1 has 'load_weights'",
+        ),
+        (load_arrays(strict=False), load_arrays(), "strict: process 0 has False, process 1 has True"),
+        (load_arrays(names={"a": "b"}), load_arrays(), "names['a']: process 0 has 'b', process 1 has none"),
         (load(), load(custom_objects={"A": int}), "custom_objects['A']: process 0 has none, process 1 has type"),
     ],
 )

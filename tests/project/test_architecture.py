@@ -15,6 +15,7 @@ import pytest
 from package_edges import EDGES
 
 import shardload
+from shardload.pipeline.joint_arrays import ArraysRequest
 from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest, RestoreRequest
 
 PACKAGE = Path(__file__).parents[2] / "shardload"
@@ -249,6 +250,7 @@ def test_one_record_says_what_is_known_about_a_model():
         (shardload.load_weights, LoadWeightsRequest, {"as_keras"}),
         (shardload.plan, PlanRequest, {"devices", "progress"}),
         (shardload.restore, RestoreRequest, set()),
+        (shardload.load_arrays, ArraysRequest, set()),
     ],
 )
 def test_a_request_has_the_parameters_of_its_function(function, request_class, added):

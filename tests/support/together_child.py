@@ -14,21 +14,26 @@ import random
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import keras
 import numpy as np
+import pytest
 
 import shardload
+from shardload.errors import MeshError
 from shardload.keras_bridge import abstraction
-from shardload.pipeline import preparing, request
+from shardload.pipeline import arrays, preparing, request
+from shardload.pipeline.joint_arrays import ArraysRequest
+from shardload.processes.joint_call import JointCall
 from shardload.progress import Silent
 from shardload.runs.digests import Checker
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
 WIDTH = 256
-CALLS = ("load", "load_weights", "restore")
+CALLS = ("load", "load_weights", "restore", "load_arrays")
 STAGES = ("before", "headers", "transfer", "end")
 OTHER_MESH = {"2x4": "4x2", "4x2": "2x4", "1x8": "8x1", "1x2": "2x1"}
 
@@ -58,10 +63,14 @@ def at(stage, kind):
 
     if stage == "before":
         request.check_backend = first(request.check_backend)
+        ArraysRequest.check = first(ArraysRequest.check)
     if stage == "headers":  # of a source that was found; JAX runs by then
         preparing.prepare_load = first(preparing.prepare_load)
+        arrays.plan_transfers = first(arrays.plan_transfers)
     if stage == "end":
         abstraction.initialise = first(abstraction.initialise)
+        meet = JointCall.meet
+        JointCall.meet = lambda self, what: (first(meet) if what == "the end" else meet)(self, what)
 
 
 class Burning:
@@ -108,7 +117,8 @@ def save(folder, seed):
 
 
 def source_of(folder, call):
-    names = {"load": "load.keras", "local": "load.keras", "load_weights": "load_weights.weights.h5"}
+    names = {"load": "load.keras", "local": "load.keras"}
+    names |= dict.fromkeys(("load_weights", "load_arrays", "local_arrays"), "load_weights.weights.h5")
     return f"{folder}/{names.get(call, 'restore')}"
 
 
@@ -154,9 +164,41 @@ def fall_back(source, *, sees_damage, **options):
     tell(loaded=[latest, digest(made.weights)], notes=[notes, report.notes])
 
 
+def by_columns(name, shape):
+    return jax.sharding.PartitionSpec(None, "model") if len(shape) == 2 else jax.sharding.PartitionSpec()
+
+
+class Arrays:
+    """Loaded arrays, with what of a model the tests look at."""
+
+    def __init__(self, arrays):
+        self.variables = self.weights = [SimpleNamespace(path=n, value=a) for n, a in arrays.items()]
+
+
+def local_arrays(source, *, index):
+    """Each on its own devices, by each kind of targets that name these alone; one of the processes more often."""
+    own = jax.local_devices()
+    mesh = jax.sharding.Mesh(np.array(own).reshape(1, -1), ("batch", "model"))
+    made = shardload.load_arrays(source, by_columns, mesh=mesh)
+    for _ in range(1 - index):
+        copies = shardload.load_arrays(source, own[0])
+        targets = {name: np.empty(array.shape, array.dtype) for name, array in copies.items()}
+        plain = shardload.load_arrays(source, targets)
+        assert all(np.array_equal(plain[name], made[name]) for name in made)
+    if index:
+        with pytest.raises(MeshError, match="none of the 4 devices of this process"):  # process 0 is not asked
+            shardload.load_arrays(source, jax.devices()[0])
+    # A function without a mesh is a call of all: each may load a copy of its own in it.
+    copies = shardload.load_arrays(source, lambda name, shape: own[1])
+    assert all(array.devices() == {own[1]} and np.array_equal(array, made[name]) for name, array in copies.items())
+    return Arrays(made)
+
+
 def run(call, source, **options):
     if call == "load":
         return shardload.load(source, **options)
+    if call == "load_arrays":
+        return Arrays(shardload.load_arrays(source, by_columns, **options))
     with shardload.abstract():
         made = model(seed=1)
     if call == "load_weights":
@@ -205,11 +247,12 @@ def main(*arguments):
         fall_back(source, sees_damage=is_victim, mesh=mesh)
         return
     try:
-        made = alone(source, index=index) if call == "local" else run(call, source, mesh=mesh, progress=progress)
+        alone_in = {"local": alone, "local_arrays": local_arrays}.get(call)
+        made = alone_in(source, index=index) if alone_in else run(call, source, mesh=mesh, progress=progress)
     except Exception as error:
         tell(error=str(error), kind=type(error).__name__, s=time.time() - began, seeds=random.getstate() == before)
         raise
-    if call == "local":
+    if alone_in:
         tell(loaded=digest(made.weights))
         return
     tell(

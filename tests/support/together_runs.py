@@ -44,7 +44,8 @@ class Case:
         if self.kind == "raise":
             return f"On process {self.victim}: CannotError: the disk caught fire"
         if self.kind in ("content", "mesh"):
-            return f"disagree about the {'source' if self.kind == 'content' else 'mesh'}"
+            meshes = "meshes" if self.call == "load_arrays" else "mesh"  # a target may have its own
+            return f"disagree about the {'source' if self.kind == 'content' else meshes}"
         if self.victim:
             return f"Process {self.victim} ("
         return "Process 0, which runs the coordination service"
@@ -80,7 +81,7 @@ def make_sources(folder):
     """The files of all calls, and others of the same shapes; in a process of their own, as this one may use threads."""
     code = "import sys, pathlib; import together_child as c; c.save_both(pathlib.Path(sys.argv[1]))"
     env = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT.parent, env=env)
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT, env=env)
     return folder / "one", folder / "other"
 
 
