@@ -65,21 +65,13 @@ def _close_all(files: dict[str, File]) -> None:
 class SavedUnits:
     """Compares what was read of a step with the digests that it was saved with, MiB by MiB. Thread-safe.
 
-    ``shown`` is the step's path or URL, for messages. ``explain`` takes the name of a file whose bytes are wrong. If
-    the cause is not damage (a server sent a web page, say), it returns the error to raise instead, else ``None``.
+    ``shown`` is the step's path or URL, for messages.
     """
 
-    def __init__(
-        self,
-        digests: Digests,
-        *,
-        step: str,
-        shown: str,
-        explain: Callable[[str], TransferError | None] = lambda name: None,
-    ) -> None:
+    def __init__(self, digests: Digests, *, step: str, shown: str) -> None:
         self.digests = digests
         self.bytes_checked = 0
-        self._step, self._shown, self._explain = step, shown, explain
+        self._step, self._shown = step, shown
         self._lock = threading.Lock()
 
     def of_file(self, name: str) -> FileDigest:
@@ -101,17 +93,15 @@ class SavedUnits:
         if found != self.of_file(name).units[unit]:
             raise self.damaged(flip_damage(name, first, last, ""))
 
-    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError | TransferError:
+    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError:
         """Return the error for a file that is shorter than it was saved; ``found`` is its present size, if known."""
         expected = self.of_file(name).n_bytes
         if found is not None:
             return self.damaged(size_damage(name, found, expected, ""))
         return self.damaged(Damage(name, f"was truncated: it was saved with {exact_bytes(expected)}, and has fewer"))
 
-    def damaged(self, found: Damage) -> DamagedError | TransferError:
-        """Return the error to raise for a defect: a `DamagedError`, unless ``explain`` knows that it is no damage."""
-        if (explained := self._explain(found.path)) is not None:
-            return explained
+    def damaged(self, found: Damage) -> DamagedError:
+        """Return the error to raise for a defect."""
         where = "" if found.offset is None else f" from byte {found.offset}"
         return DamagedError(
             f"Step {self._step} is damaged: {self._shown}/{found.path}{where} {found.what}. "

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardload.errors import (
-    DamagedError,
     SourceError,
     SourceNotFoundError,
     TransferError,
@@ -27,7 +26,7 @@ from shardload.errors import (
 from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, hash_of, is_saved
 from shardload.runs.digests import SavedUnits
-from shardload.stores.answers import COPY_FIRST, web_page
+from shardload.stores.answers import COPY_FIRST
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile, make_private_folder, remove_private_folder
 from shardload.stores.location import Location
@@ -55,7 +54,7 @@ class RemoteStep(Store):
 
     is_remote = is_verifying = True
 
-    def __init__(self, remote: RemoteStore, folder: str, digests: bytes) -> None:
+    def __init__(self, remote: RemoteStore, folder: str, digests: memoryview) -> None:
         """Open the step in ``folder`` of a remote store; ``digests`` is the content of the step's ``digests.json``."""
         self._remote, self._key = remote, folder
         base, name = make_private_folder(), self.root.name
@@ -71,12 +70,9 @@ class RemoteStep(Store):
                 Digests.read(self.root),
                 step=name,
                 shown=str(self.root),
-                explain=lambda name: web_page(remote.shown(folder), name),
             )
-        except BaseException as error:
+        except BaseException:
             self._remove()
-            if isinstance(error, DamagedError) and (page := web_page(remote.shown(folder), DIGESTS_FILE)) is not None:
-                raise page from error
             raise
         self._tree = NameTree((*self.saved.digests.files, DIGESTS_FILE))
 
@@ -215,6 +211,8 @@ class _RemoteFile:
 
     def read_unchecked(self, buffer: memoryview, offset: int) -> None:
         stop = offset + len(buffer)
+        if not buffer.nbytes:
+            return
         found = _present(self._saved, self.name, self._requests.begin(self._key, offset, stop))
         if len(found) != len(buffer):
             raise self._saved.wrong_size(self.name, found=offset + len(found))
@@ -237,7 +235,7 @@ class _Units:
     def result(self) -> memoryview:
         if self._fetch is None:
             return memoryview(b"")
-        data = memoryview(_present(self._saved, self._name, self._fetch))
+        data = _present(self._saved, self._name, self._fetch)
         if len(data) != self._n_bytes:
             raise self._saved.wrong_size(self._name, found=self._unit * UNIT_BYTES + len(data))
         for at in range(0, len(data), UNIT_BYTES):
@@ -249,7 +247,7 @@ class _Units:
             self._fetch.cancel()
 
 
-def _present(saved: SavedUnits, name: str, fetch: Fetch) -> bytes:
+def _present(saved: SavedUnits, name: str, fetch: Fetch) -> memoryview:
     try:
         found = fetch.result()
     except TransferError as error:

@@ -1,246 +1,214 @@
-"""How servers' answers are handled: redirects are followed, and failures become errors that explain them.
+"""What the answers of remote stores mean: which failures are repeated, and errors that explain the others.
 
-TensorStore's driver refuses the redirects of HTTP servers::
-
-    https://host/run/7/digests.json ── 302 ──► https://cdn.host/1f/93?signature=…    at most `_MAX_REDIRECTS` times
-
-The answer of the last address is read like any other: the same limits, and each byte compared with its digest. A
-redirect is refused if it leaves HTTP, goes from https to http, or has a user or password. No credentials are sent.
-
-TensorStore's error message contains the status and cause of a failure, mixed with text of the server, but says nothing
-about an incomplete answer. In two cases, a second request to an HTTP server explains the failure::
-
-    no answer in time   ─► asks for the same range again: finds a redirect, an error, or how many bytes arrive
-    wrong bytes         ─► asks for the object's type: it may be a web page on which to log in
+obstore 0.12 raises a kind of error for a few statuses, and tells everything else in the text of the error. The text has
+a sentence with the server's own words, then details (``Debug source: …``) that name the cause of a failed connection.
+This module alone reads it. Addresses in it are cut off where they may be signed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import math
 import re
 import time
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from http.client import HTTPException
+from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import quote, urljoin, urlsplit
 
 from shardload.errors import SourceNotFoundError, TransferError
-from shardload.units import plural
+from shardload.stores.clients import endpoint_of
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
-ASK_AGAIN_S = 5.0
-"""How long to wait for a server that is asked once more, to explain in an error message why a request failed."""
 CHARACTERS_SHOWN = 300
-"""How many characters of a store's own message an error shows."""
+"""How many characters of a server's own message an error shows."""
 COPY_FIRST = (
     "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
     "read it there"
 )
-_LOG_IN = "No password can be given to an HTTP server here: copy the step to this machine first"
+_LOG_IN = "No password can be given to an HTTP server here: copy it to this machine first"
 _ACCESS = {
     "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_NO_SIGN_REQUEST=YES for a public "
     "bucket",
-    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login. "
+    "GOOGLE_SKIP_SIGNATURE=true reads a public bucket",
+    "hf": "For a gated model, accept its terms, and log in: hf auth login, or HF_TOKEN",
 }
-_STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
-_BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
-"""Matches the server's own text in TensorStore's message. It is cut out before a status code is looked for, because it
-may contain anything."""
-_SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
-REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_MAX_REDIRECTS = 5
-"""Limit on redirects for one file. Hugging Face's hub redirects once or twice; browsers give up after twenty."""
-_PIECE = 1 << 16
-"""How many bytes `ask_again` reads at a time: between two reads, it looks at the clock."""
-_MAX_URL = 1 << 13
-"""Limit on the characters of an address; a signed address has one to two thousand."""
+_SETTINGS = {
+    "s3": "AWS_ENDPOINT_URL and AWS_REGION",
+    "gs": "STORAGE_EMULATOR_HOST",
+    "hf": "HF_ENDPOINT",
+}
+_STATUS = re.compile(r"Server returned (?:non-2xx status code: |error response: )(\d{3})([^:\n]*):?\s*")
+_DETAILS = "\n\nDebug source:"
+_REQUEST = re.compile(r".*?Error performing \S+ \S+ in \S+ - ", re.DOTALL)
+"""Matches the beginning of a sentence, with the address, which may be signed."""
+_REQUEST_ID = re.compile(r"<RequestId>([^<]{1,100})</RequestId>")
+_SAID = re.compile(r"<Message>([^<]*)</Message>")
+_CAUSES = (
+    re.compile(r'message: "([^"]{1,200})"'),  # of the system: Connection refused
+    re.compile(r'error: "([^"]{1,200})"'),  # of the name server
+    re.compile(r"(InvalidCertificate|TooManyRedirects|BadScheme|TimedOut|IncompleteMessage|UnexpectedEof)"),
+)
+_IN_WORDS = {
+    "InvalidCertificate": "its certificate is not trusted; AWS_CA_BUNDLE or SSL_CERT_FILE names a file of your own",
+    "TooManyRedirects": "it redirects too often",
+    "BadScheme": "it redirects to an address that is not encrypted, or not HTTP",
+    "TimedOut": "it sent nothing for too long",
+    "IncompleteMessage": "it closed the connection in the middle of an answer",
+    "UnexpectedEof": "it closed the connection in the middle of an answer",
+}
+_FINAL = frozenset(
+    {
+        "InvalidCertificate",
+        "TooManyRedirects",
+        "BadScheme",
+        "failed to lookup address information: Name or service not known",
+    }
+)
+"""Causes that another try would only meet again."""
+_PROBE_S = 5.0
+"""How long to wait for the answer to the one byte that shows how long a busy server asks to wait."""
 
 
 class OutOfRangeError(TransferError):
     """Raised when a request wants bytes past the end of an object (a file in a store): the object is too short."""
 
 
-def is_http(url: str) -> bool:
-    """Whether a URL is that of a plain HTTP server, not of an object store."""
-    return url.startswith("http")
+class ChangedError(TransferError):
+    """Raised when an object was replaced after its first bytes were read."""
 
 
-def failure(url: str, error: BaseException | None, name: str) -> Exception:
-    """Build the error for a failed request, with the URL, the store's message and a way to fix the problem."""
-    endpoint = {"s3": aws_endpoint(), "gs": os.environ.get("TENSORSTORE_GCS_HTTP_URL")}.get(_scheme(url))
+@dataclass(frozen=True, slots=True)
+class FailedTry:
+    """Why one try of a request failed."""
+
+    said: str
+    """In words, with the server's own; without the address."""
+    status: int | None = None
+    """HTTP status; ``None`` if no answer came."""
+    code: str = ""
+    """What obstore says of it: ``missing``, ``forbidden``, ``changed``, ``no ranges``, or empty for all others."""
+    cause: str = ""
+    """Of a failed connection, the last cause that obstore names."""
+    is_connection: bool = False
+    """Whether the connection failed, or broke in the middle of an answer."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> FailedTry:
+        """Read what obstore says in an error."""
+        from obstore import exceptions
+
+        sentence, _, details = str(error).partition(_DETAILS)
+        found = _STATUS.search(sentence)
+        status = int(found[1]) if found else None
+        body = sentence[found.end() :] if found else ""
+        kinds: tuple[tuple[type[BaseException], str], ...] = (
+            (FileNotFoundError, "missing"),
+            (exceptions.PermissionDeniedError, "forbidden"),
+            (exceptions.UnauthenticatedError, "forbidden"),
+            (exceptions.PreconditionError, "changed"),
+            (exceptions.NotModifiedError, "changed"),
+            (exceptions.NotSupportedError, "no ranges"),
+        )
+        code = next((code for kind, code in kinds if isinstance(error, kind)), "")
+        if "NotPartial" in details:
+            code = "no ranges"
+        elif status == 404:  # of a listing
+            code = "missing"
+        cause = next((match[1] for pattern in _CAUSES if (match := pattern.search(details))), "")
+        if found:
+            message = _SAID.search(body)
+            text = f"HTTP status {found[1]}{found[2]}"
+            words = " ".join((message[1] if message else re.sub(r"<[^>]*>", " ", body)).split())[:CHARACTERS_SHOWN]
+            said = f"{text}: {words}" if words else text
+            if request := _REQUEST_ID.search(body):
+                said += f" (request {request[1]})"
+        elif cause:
+            said = _IN_WORDS.get(cause, cause)
+        else:
+            said = " ".join(_REQUEST.sub("", sentence).split())[:CHARACTERS_SHOWN] or type(error).__name__
+        return cls(said, status, code, cause, is_connection="reqwest" in details)
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same request may succeed later: the server is busy or failing, or the connection broke."""
+        if self.code:
+            return False
+        if self.status is not None:
+            return self.status in (408, 429) or self.status >= 500
+        return self.is_connection and self.cause not in _FINAL
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the server asks for fewer requests, and perhaps says how long to wait."""
+        return self.status in (429, 503)
+
+
+def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: float = 0.0) -> Exception:
+    """Build the error for a failed request, with its address, the server's message and a way to fix the problem."""
+    scheme = url.partition(":")[0]
+    endpoint = endpoint_of(scheme)
     where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
-    text = " ".join(str(error).split())
-    # What follows the code may be text from the server.
-    code = text.partition(":")[0]
-    status = status_in(error)
-    said = _SENTENCE.sub("", text)[:CHARACTERS_SHOWN].strip() or type(error).__name__
-    said = said if status is None else f"HTTP status {status}, {said}"
-    # TensorStore raises a ValueError for most status codes; only the text tells them apart.
-    if code == "OUT_OF_RANGE":
-        return OutOfRangeError(f"{where} is shorter than it should be: {said}")
-    if code == "NOT_FOUND" and not name:
-        return SourceNotFoundError(f"There is no bucket or folder {url}: {said}. Check the address")
-    if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
-        fix = _ACCESS.get(_scheme(url), _LOG_IN)
-        return TransferError(f"{where} may not be read: {said}. {fix}")
-    if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
-        ignored = f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}"
-        return web_page(url, name) or TransferError(ignored)
-    if status in REDIRECTS:
-        return TransferError(f"{where} cannot be read: {said}, a redirect. Check {_settings(url)}")
-    return TransferError(f"{where} cannot be read: {said}. {_check(url)}")
+    if found.status == 416:
+        return OutOfRangeError(f"{where} is shorter than it should be: {found.said}")
+    match found.code:
+        case "missing":
+            return SourceNotFoundError(f"There is no {where}: {found.said}. Check the address")
+        case "forbidden":
+            return TransferError(f"{where} may not be read: {found.said}. {_ACCESS.get(scheme, _LOG_IN)}")
+        case "changed":
+            return changed(where)
+        case "no ranges":
+            return TransferError(f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}")
+    repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
+    longer = f"; {TIMEOUT_VARIABLE}=SECONDS waits longer" if found.is_passing else ""
+    return TransferError(f"{where} cannot be read: {found.said}{repeated}. {_check(scheme)}{longer}")
 
 
-def refused(url: str, name: str, status: int | str) -> TransferError:
-    """Build the error for an HTTP server that, asked once more, answered with an error or could not be reached."""
-    said = status if isinstance(status, str) else f"HTTP status {status}"
-    return TransferError(f"{url}/{name} cannot be read: {said}. {_check(url)}")
-
-
-def stalled(url: str, name: str, timeout_s: float, answer: Answer | None = None) -> TransferError:
-    """Build the error for a store that sent no complete answer; ``answer`` is what it sent when asked once more."""
-    found = "its server sent no complete answer"
-    if answer is not None and answer.expected_bytes:
-        found += f" ({answer.received_bytes:,} of {plural(answer.expected_bytes, 'byte')} when asked again)"
-    return TransferError(
-        f"{url}/{name}".rstrip("/")
-        + f" cannot be read: {found} for {timeout_s:g} s. {_check(url)}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
+def changed(where: str) -> ChangedError:
+    """Build the error for an object that was replaced while it was read."""
+    return ChangedError(
+        f"{where} changed while it was read: another version took its place. Load it again once its writer has finished"
     )
 
 
-def web_page(url: str, name: str) -> TransferError | None:
-    """Ask an HTTP server for a file; return an error if it sends a web page instead, such as a login, else ``None``."""
-    if not is_http(url):
-        return None
-    asked = f"{url}/{quote(name)}"
-    try:
-        address = follow_redirects(asked, timeout_s=ASK_AGAIN_S)
-        with _asked(address, ASK_AGAIN_S) as answer:
-            is_page = answer.status < 300 and answer.headers.get_content_type() == "text/html"
-    except (OSError, HTTPException, ValueError):
-        return None
-    if not is_page:
-        return None
-    where = "" if address == asked else f", from {address[:CHARACTERS_SHOWN]}"
+def web_page(url: str, name: str) -> TransferError:
+    """Build the error for a server that sent a web page in place of a file, perhaps one to log in."""
     return TransferError(
-        f"{url}/{name} cannot be read: the server sent a web page{where}, expected the file. It may be a page to log "
+        f"{url}/{name} cannot be read: the server sent a web page, expected the file. It may be a page to log "
         f"in: {_LOG_IN[0].lower()}{_LOG_IN[1:]}. Check the address"
     )
 
 
-def status_in(error: BaseException | None) -> int | None:
-    """Return the HTTP status in the text of a TensorStore error, which has no field for it; ``None`` without one."""
-    found = _STATUS.search(_BODY.sub("", " ".join(str(error).split())))
-    return None if found is None else int(found[1] or found[2])
+def pause_asked(address: str) -> float:
+    """Return how many seconds a busy server asks to wait, by ``Retry-After``; 0 if it does not say.
 
-
-def aws_endpoint() -> str | None:
-    """Return the address of the server to use as S3, if the environment sets one; else ``None``."""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-
-
-def _scheme(url: str) -> str:
-    return url.partition(":")[0]
-
-
-def _check(url: str) -> str:
-    return f"Check the address, the network and {_settings(url)}"
-
-
-def _settings(url: str) -> str:
-    found = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gs": "TENSORSTORE_GCS_HTTP_URL"}
-    return found.get(_scheme(url), "whether the server is up")
-
-
-class _Unfollowed(urllib.request.HTTPErrorProcessor):
-    """Makes urllib return redirects instead of following them, so that each address is checked first."""
-
-    def http_response(self, request: Any, response: Any) -> Any:
-        """Return the answer unchanged, even if it is a redirect."""
-        return response
-
-    https_response = http_response
-
-
-_OPENER = urllib.request.build_opener(_Unfollowed)
-
-
-def follow_redirects(url: str, *, timeout_s: float) -> str:
-    """Follow the redirects of an address, and return the last address; without redirects, it is ``url`` itself."""
-    found = url
-    for _ in range(_MAX_REDIRECTS + 1):
-        location = redirect_of(found, timeout_s=timeout_s)
-        if location is None:
-            return found
-        found = _checked(url, found, location)
-    raise TransferError(f"Cannot read {url}: it was redirected more than {_MAX_REDIRECTS} times. Check the address")
-
-
-def redirect_of(url: str, *, timeout_s: float) -> str | None:
-    """Return where ``url`` redirects to, as the server writes it (perhaps relative); ``None`` without a redirect."""
+    obstore does not show the headers of a refusal, so one byte is asked for without it. ``address`` may be signed.
+    """
+    request = urllib.request.Request(address, headers={"Range": "bytes=0-0"})
     try:
-        with _asked(url, timeout_s) as answer:
-            # Any other status is told by the request for the bytes.
-            return answer.headers.get("Location", "") if answer.status in REDIRECTS else None
-    except (OSError, HTTPException, ValueError) as error:
-        raise TransferError(f"Cannot read {url}: following its redirect failed: {error}. Check the address") from error
+        with urllib.request.urlopen(request, timeout=_PROBE_S):
+            return 0.0
+    except urllib.error.HTTPError as error:
+        return _seconds(error.headers.get("Retry-After"))
+    except (OSError, ValueError):
+        return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a server sent within a time limit when it was asked once more, to explain why a request failed."""
-
-    status: int | str
-    """HTTP status; 0 if no answer came in time; the reason as text if the server could not be asked."""
-    received_bytes: int = 0
-    expected_bytes: int = 0
-    """How many bytes the server announced; 0 if it did not say."""
-
-
-def ask_again(url: str, wanted: slice | None, *, timeout_s: float) -> Answer:
-    """Request a range of an object once more (``None``: all of it), and count the bytes that come in ``timeout_s``."""
-    start, stop = (wanted.start or 0, wanted.stop) if wanted is not None else (0, None)
-    until_s = time.monotonic() + timeout_s
+def _seconds(text: Any) -> float:
+    """Return the seconds that a ``Retry-After`` means: a number, or a date."""
+    if not text:
+        return 0.0
     try:
-        with _asked(url, timeout_s, f"bytes={start}-{'' if stop is None else stop - 1}") as answer:
-            expected, received = int(answer.headers.get("Content-Length") or 0), 0
-            with contextlib.suppress(TimeoutError, HTTPException):
-                while (piece := answer.read1(_PIECE)) and time.monotonic() < until_s:
-                    received += len(piece)
-            return Answer(int(answer.status), received, expected)
-    except (OSError, HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return Answer(0 if isinstance(reason, TimeoutError) else str(reason))
+        found = float(text)
+    except ValueError:
+        try:
+            found = parsedate_to_datetime(text).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return found if 0 < found < math.inf else 0.0
 
 
-def _asked(url: str, timeout_s: float, wanted: str = "bytes=0-0") -> Any:
-    # One byte, not HEAD: an address may be signed for GET only.
-    return _OPENER.open(urllib.request.Request(url, headers={"Range": wanted}), timeout=timeout_s)
-
-
-def _checked(first: str, found: str, location: str) -> str:
-    """Return the address that a redirect from ``found`` to ``location`` leads to; raise if it must not be followed."""
-    if not location:
-        raise TransferError(
-            f"Cannot read {first}: {found[:_MAX_URL]!r} redirects, but to no address. Check the address"
-        )
-    try:
-        target = urljoin(found, location)
-        parts, scheme = urlsplit(target), urlsplit(found).scheme
-        rules = (
-            (len(location) > _MAX_URL, f"has more than {_MAX_URL} characters"),
-            (not location.isprintable() or " " in location, "has spaces or characters that cannot be printed"),
-            (parts.scheme not in ("http", "https") or not parts.hostname, "is not an address of HTTP"),
-            (scheme == "https" and parts.scheme == "http", "is not encrypted, although the first address is"),
-            (parts.username is not None or parts.password is not None, "has a user or a password"),
-        )
-        why = next((text for holds, text in rules if holds), "")
-    except ValueError as error:  # such as an invalid IPv6 address
-        target, why = location, str(error)
-    if why:
-        raise TransferError(
-            f"Cannot read {first}: {found[:_MAX_URL]!r} redirects to {target[:300]!r}, which {why}. Check the address"
-        )
-    return parts._replace(fragment="").geturl()
+def _check(scheme: str) -> str:
+    return f"Check the address, the network and {_SETTINGS.get(scheme, 'whether the server is up')}"

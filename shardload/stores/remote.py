@@ -27,7 +27,6 @@ class RemoteStore(Store):
 
     def __init__(self, url: str) -> None:
         self.requests = Requests(url)
-        self.size = functools.cache(self.requests.size)
 
     @property
     def url(self) -> str:
@@ -75,7 +74,9 @@ class RemoteStore(Store):
 
     def identity(self, key: str) -> FileIdentity:
         """Return an object's size and a number that differs between its versions; see `Store.identity`."""
-        return FileIdentity(self.open(key).n_bytes, (0, self.requests.version(key)))
+        self.open(key)
+        found = self.requests.version(key)
+        return FileIdentity(0) if found is None else FileIdentity(found.size, (0, found.number))
 
 
 class RemoteObject:
@@ -92,7 +93,7 @@ class RemoteObject:
     @property
     def n_bytes(self) -> int:
         """Size of the file in bytes; the store is asked for it when it is first needed."""
-        if (found := self._store.size(self._key)) is None:
+        if (found := self._store.requests.size(self._key)) is None:
             raise SourceNotFoundError(f"There is no file {self._store.shown(self._key)}. Check the address")
         return found
 
@@ -133,12 +134,12 @@ class PendingObject:
 
     def result(self) -> memoryview:
         """Wait for the bytes and return them; see `shardload.stores.store.PendingBytes`."""
-        found = b"" if self._fetch is None else self._fetch.result()
+        found = memoryview(b"") if self._fetch is None else self._fetch.result()
         if found is None or len(found) < self._n_bytes:
             raise TransferError(
                 f"{self._shown} changed while it was read: it lacks some of {exact_bytes(self._n_bytes)}"
             )
-        return memoryview(found)
+        return found
 
     def cancel(self) -> None:
         """Cancel the request; a thread that waits for it gets a `TransferError`."""

@@ -31,7 +31,7 @@ OF_OTHERS = {
     "resolve/hubs.py": "kagglehub raises one class for files that a model lacks",
     "sharding/devices.py": "JAX adds hints for its developers to its errors",
     "loaders/orbax/saving.py": "a log record of Orbax",
-    "stores/answers.py": "TensorStore has one class for all failures of HTTP",
+    "stores/answers.py": "obstore has one class for most failures of HTTP",
 }
 """Modules that look into the text of other libraries' errors, which offer nothing else, and why."""
 ASKED = {"endswith", "find", "index", "partition", "removeprefix", "removesuffix", "rpartition", "split", "startswith"}

@@ -26,7 +26,7 @@ from shardload.errors import (
 )
 from shardload.runs.digest_list import Digests, FileDigest
 from shardload.runs.listing import list_steps
-from shardload.stores import answers, requests
+from shardload.stores.remote import RemoteStore
 from shardload.verifying import verify
 
 WIDTH = 320
@@ -45,7 +45,7 @@ def objects(tmp_path_factory):
 
 @pytest.fixture
 def store(objects, monkeypatch):
-    monkeypatch.setattr(requests, "RETRIES", {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"})
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "2")
     with served(objects[0], monkeypatch) as server:
         yield server
 
@@ -111,7 +111,7 @@ def test_a_b_tree_node_is_checked_like_everything(objects, store):
 @pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
 def test_no_permission(store, scheme):
     store.status["*"] = 403
-    way_out = {"http": "copy the step", "s3": "AWS_ACCESS_KEY_ID", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}[scheme]
+    way_out = {"http": "copy it", "s3": "AWS_ACCESS_KEY_ID", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}[scheme]
     expect(TransferError, f"{getattr(store, scheme)}/run", "may not be read", way_out, step=2)
 
 
@@ -123,7 +123,7 @@ def test_no_permission_for_one_object_is_not_damage(objects, store):
 def test_errors_of_the_server_are_tried_again_and_told(objects, store):
     name = data_file(objects)
     store.status[name] = 500
-    expect(TransferError, store.s3 + "/run", name, "cannot be read", "retry attempts failed", "AWS_ENDPOINT_URL")
+    expect(TransferError, store.s3 + "/run", name, "cannot be read", "times in", "AWS_ENDPOINT_URL")
     assert sum(key == name for _, key, _, _ in store.requests) >= 3
 
 
@@ -141,28 +141,22 @@ def test_a_web_page_in_place_of_a_file_is_no_damage(objects, store, what):
     store.paged.add(name)
     page = "" if name == "*" else f"{store.http}/{name} cannot be read: "
     said = f"{page}the server sent a web page, expected the file. It may be a page to log in"
-    assert "damage" not in expect(TransferError, f"{store.http}/run/2", said, "copy the step to this machine")
+    assert "damage" not in expect(TransferError, f"{store.http}/run/2", said, "copy it to this machine")
 
 
-def test_a_redirect_to_a_page_to_log_in_names_it(objects, store):
+def test_a_redirect_to_a_page_to_log_in(objects, store):
     store.moved["run/2/shardload/digests.json"] = 302, f"{store.http}/login"
     store.paged.add("login")
-    expect(TransferError, f"{store.http}/run/2", f"sent a web page, from {store.http}/login, expected the file")
+    expect(TransferError, f"{store.http}/run/2", "sent a web page, expected the file")
 
 
-def test_a_body_that_stops_says_how_much_came(objects, store, monkeypatch):
-    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+@pytest.mark.parametrize(("scheme", "came"), [("http", 100), ("s3", 0)])
+def test_a_server_that_stalls_is_asked_again(objects, store, scheme, came):
     name = data_file(objects)
-    store.stalled[name] = 100
-    came = r"its server sent no complete answer (100 of "
-    text = expect(TransferError, store.http + "/run/2", name, came, "bytes when asked again) for 1 s")
-    assert "SHARDLOAD_REMOTE_TIMEOUT=SECONDS waits longer" in text
-
-
-def test_a_server_that_stalls(objects, store, monkeypatch):
-    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
-    store.stalled[data_file(objects)] = 0
-    expect(TransferError, store.s3 + "/run", "its server sent no complete answer for 1 s", "SHARDLOAD_REMOTE_TIMEOUT")
+    store.stalled[name] = came
+    said = "it sent nothing for too long", " times in ", "SHARDLOAD_REMOTE_TIMEOUT=SECONDS waits longer"
+    expect(TransferError, f"{getattr(store, scheme)}/run/2", name, *said)
+    assert sum(key == name for _, key, _, _ in store.requests) >= 2
 
 
 def test_a_server_that_ignores_ranges(store):
@@ -176,28 +170,21 @@ def test_a_server_that_hangs_is_waited_for_once(objects, store, monkeypatch):
         store.stalled[name] = 0
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
     began = time.monotonic()
-    with pytest.raises(TransferError, match="sent no complete answer for 1 s"):
+    with pytest.raises(TransferError, match="sent nothing for too long"):
         verify(store.http + "/run/2")
     # 1 s for each of the threads before.
     assert time.monotonic() - began < 2.5
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """A limit that ends before the last retry, which alone tells a status that TensorStore retries."""
-    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "0.6")
-    monkeypatch.setattr(requests, "RETRIES", {"max_retries": 4, "initial_delay": "2s", "max_delay": "4s"})
-
-
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_status_that_is_retried_is_told_at_the_limit(store, impatient, status):
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_status_that_is_repeated_is_told_at_last(store, status):
     store.status["*"] = status
-    expect(TransferError, store.http + "/run", f"HTTP status {status}", step=2)
+    expect(TransferError, store.http + "/run", f"HTTP status {status}", " times in ", step=2)
 
 
-def test_a_server_that_is_down_is_told_at_the_limit(store, impatient):
+def test_a_server_that_is_down_is_told(store):
     store.close()
-    expect(TransferError, store.http + "/run", "Connection refused", step=2)
+    expect(TransferError, store.http + "/run", "Connection refused", " times in ", step=2)
 
 
 def move_step(objects, store, status):
@@ -208,11 +195,6 @@ def move_step(objects, store, status):
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
             target.hardlink_to(objects[0] / name)
-
-
-def test_a_redirect_that_is_retried_is_followed_at_the_limit(objects, store, impatient):
-    move_step(objects, store, 308)
-    assert verify(store.http + "/run/2")[0].is_good
 
 
 @pytest.mark.parametrize("url", ["ftp://host/run", "az://bucket/run"])
@@ -239,13 +221,11 @@ def test_redirects_are_followed(objects, store, status):
 @pytest.mark.parametrize(
     ("location", "words"),
     [
-        ("ftp://host/file", "is not an address of HTTP"),
-        ("file:///etc/passwd", "is not an address of HTTP"),
-        ("http://user:word@host/file", "has a user or a password"),
-        ("", "redirects, but to no address"),
-        ("/" + "x" * 9000, "has more than 8192 characters"),
-        ("http://[1/", "Invalid IPv6"),
-        ("digests.json", "redirected more than 5 times"),
+        ("ftp://host/file", "it redirects to an address that is not encrypted, or not HTTP"),
+        ("file:///etc/passwd", "HTTP status 302"),
+        ("", "redirects too often"),
+        ("http://[1/", "HTTP status 302"),
+        ("digests.json", "it redirects too often"),
     ],
 )
 def test_redirects_that_are_not_followed(store, location, words):
@@ -253,23 +233,15 @@ def test_redirects_that_are_not_followed(store, location, words):
     expect(TransferError, store.http + "/run", words, "run/2/shardload/digests.json", step=2)
 
 
-def test_a_redirect_from_https_to_http_is_refused(monkeypatch):
-    monkeypatch.setattr(answers, "redirect_of", lambda url, *, timeout_s: "http://host/file?signature=secret")
-    with pytest.raises(TransferError) as caught:
-        answers.follow_redirects("https://host/file", timeout_s=1)
-    assert str(caught.value) == (
-        "Cannot read https://host/file: 'https://host/file' redirects to 'http://host/file?…', which is not encrypted, "
-        "although the first address is. Check the address"
-    )
-
-
-def test_no_password_or_signature_is_told(store, monkeypatch):
+def test_no_password_is_sent_or_told(objects, store, monkeypatch):
     host = store.root.removeprefix("http://")
-    store.moved["run/2/shardload/digests.json"] = (302, f"http://user:secret@{host}/file")
-    told = expect(TransferError, store.http + "/run", f"redirects to 'http://…@{host}/file', which has a user", step=2)
+    name = "run/1/shardload/digests.json"
+    store.moved["elsewhere/digests.json"] = (302, f"http://user:secret@{host}/{BUCKET}/{name}")
+    assert RemoteStore(store.http).requests.size("elsewhere/digests.json") == store.size(name)
+    assert not any("Authorization" in headers for headers in store.headers)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:secret@{host}")
     store.status["*"] = 403
-    told += expect(TransferError, store.s3 + "/run", f"(at http://…@{host}) may not be read", step=2)
+    told = expect(TransferError, store.s3 + "/run", f"(at http://…@{host}) may not be read", step=2)
     assert "secret" not in told
 
 
@@ -308,7 +280,7 @@ def test_a_file_of_another_format_exists_but_is_not_read(objects, store, scheme,
 
 def test_nothing_there(objects, store):
     expect(SourceNotFoundError, store.s3 + "/nowhere", "There is nothing at s3://bucket/nowhere")
-    expect(SourceNotFoundError, "s3://other/run", "There is no bucket or folder s3://other/run")
+    expect(SourceNotFoundError, "s3://other/run", "There is no bucket s3://other")
     expect(SourceNotFoundError, store.s3 + "/run", "has no step 7. It has 2 steps: 1, 2", step=7)
     expect(SourceNotFoundError, store.http + "/run", f"There is no step at {store.http}/run/7", step=7)
     expect(SourceNotFoundError, store.http + "/run/7", f"There is no step at {store.http}/run/7")
@@ -368,7 +340,6 @@ def test_verify_names_all_that_is_wrong(objects, store):
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://127.0.0.1:1/run?token=1", "may not contain a user"),
         ("http://user:secret@127.0.0.1:1/run", "may not contain a user"),
         ("s3://", "names no bucket"),
         ("s3://bucket/a/../b", "not a name in a store"),
@@ -406,7 +377,7 @@ def test_hostile_lists_of_files(objects, store):
 def test_a_list_of_files_too_large_is_not_fetched(objects, store):
     store.tampered["run/2/shardload/digests.json"] = lambda data: data + bytes(33 << 20)
     expect(UnsafeSourceError, store.s3 + "/run", "digests.json should have at most 33554432 bytes")
-    assert store.sent_of("run/2/shardload/digests.json") <= 1
+    assert store.sent_of("run/2/shardload/digests.json") <= 1 << 20
 
 
 def test_only_training_steps_are_read_from_afar(store, capfd):

@@ -1,8 +1,7 @@
-"""An object store on loopback with enough of HTTP, S3 and GCS for TensorStore's drivers; it counts, and misbehaves.
+"""An object store on loopback with enough of HTTP and S3 to read from; it counts, and misbehaves.
 
-http://127.0.0.1:PORT/bucket/key                              plain HTTP, and S3 by path
-GET /bucket?list-type=2&prefix=…                              S3's list
-GET /storage/v1/b/bucket/o…                                   GCS' JSON interface
+http://127.0.0.1:PORT/bucket/key                      plain HTTP, and S3 and GCS by path
+GET /bucket?list-type=2&prefix=…&delimiter=…          the list of S3, and of GCS' XML interface
 """
 
 import contextlib
@@ -11,11 +10,11 @@ import socket
 import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from json import dumps
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
+LONG_AGO = "Wed, 01 Jan 2025 00:00:00 GMT"
 PAGE = 20
 
 
@@ -31,6 +30,7 @@ class ObjectServer:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.requests = []  # (method, path, (first, last) or None, bytes sent)
+        self.headers = []  # of each request
         self.status, self.tampered, self.stalled, self.cut, self.moved = {}, {}, {}, {}, {}
         self.page, self.paged = b"<!DOCTYPE html><title>Log in</title>" * 4, set()
         self.ignores_ranges = False
@@ -66,7 +66,7 @@ class ObjectServer:
     def environment(self):
         return {
             "AWS_ENDPOINT_URL": self.root, "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret", "TENSORSTORE_GCS_HTTP_URL": self.root,
+            "AWS_SECRET_ACCESS_KEY": "secret", "STORAGE_EMULATOR_HOST": self.root,
         }  # fmt: skip
 
     def close(self):
@@ -81,6 +81,11 @@ class ObjectServer:
         if not path.is_file():
             return None
         return len(self.tampered[key](path.read_bytes())) if key in self.tampered else path.stat().st_size
+
+    def tag(self, key):
+        """The ETag of an object: another one for each version."""
+        found = (self.folder / key).stat()
+        return f'"{found.st_ino:x}-{found.st_mtime_ns:x}"'
 
     def data(self, key, first, last):
         if key in self.tampered:
@@ -125,17 +130,15 @@ def _handler(store):
                 self._answer()
 
         def _answer(self):
+            store.headers.append(dict(self.headers))
             url = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(url.query))
             path = urllib.parse.unquote(url.path).strip("/")
-            if (found := re.fullmatch(r"storage/v1/b/([^/]+)/o(?:/(.+))?", path)) is not None:
-                bucket, key = found.groups()
-            else:
-                bucket, _, key = path.partition("/")
+            bucket, _, key = path.partition("/")
             if bucket != BUCKET:
                 return self._say(404, _xml_error("NoSuchBucket"))
             if not key:
-                return self._list(query, is_gcs=path.startswith("storage/"))
+                return self._list(query)
             return self._object(key)
 
         def _object(self, key):
@@ -151,7 +154,11 @@ def _handler(store):
                 store.requests.append((self.command, key, None, 0))
                 return self._say(404, _xml_error("NoSuchKey"))
             asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            headers = {"ETag": '"1"', "x-goog-generation": "1", "Accept-Ranges": "bytes"}
+            headers = {"Accept-Ranges": "bytes", "Last-Modified": LONG_AGO}
+            if not is_page:
+                headers["ETag"] = store.tag(key)
+                if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
+                    return self._say(412, _xml_error("PreconditionFailed"))
             headers |= {"Content-Type": "text/html; charset=utf-8"} if is_page else {}
             if asked is None or store.ignores_ranges:
                 first, last, code = 0, total - 1, 200
@@ -176,21 +183,23 @@ def _handler(store):
                 return self._say(code, body[: len(body) // 2], headers, length=len(body))
             return self._say(code, body, headers, length=last + 1 - first)
 
-        def _list(self, query, *, is_gcs):
+        def _list(self, query):
             store.requests.append((self.command, None, None, 0))
             if (code := store.status.get("", store.status.get("*"))) is not None:
                 return self._say(code, _xml_error("AccessDenied" if code == 403 else "InternalError"))
-            keys = [key for key in store.names() if key.startswith(query.get("prefix", ""))]
-            keys = [key for key in keys if query.get("startOffset", "") <= key < query.get("endOffset", "\U0010ffff")]
-            token = int(query.get("pageToken" if is_gcs else "continuation-token", 0))
+            prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
+            keys = [key for key in store.names() if key.startswith(prefix)]
+            if delimiter:  # what has one after the prefix is shown as a folder
+                keys = sorted({prefix + delimiter.join(key[len(prefix) :].split(delimiter, 1)[:1]) + delimiter
+                               if delimiter in key[len(prefix) :] else key for key in keys})  # fmt: skip
+            token = int(query.get("continuation-token", 0))
             page, more = keys[token : token + PAGE], token + PAGE < len(keys)
-            if is_gcs:
-                found = {"kind": "storage#objects", "items": [_item(store, key) for key in page]}
-                return self._say(200, dumps(found | ({"nextPageToken": str(token + PAGE)} if more else {})).encode())
             contents = "".join(
-                f"<Contents><Key>{escape(key)}</Key><Size>{(store.folder / key).stat().st_size}</Size></Contents>"
+                f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>" if key.endswith("/") else
+                f"<Contents><Key>{escape(key)}</Key><Size>{store.size(key)}</Size><ETag>{escape(store.tag(key))}</ETag>"
+                "<LastModified>2025-01-01T00:00:00.000Z</LastModified></Contents>"
                 for key in page
-            )
+            )  # fmt: skip
             following = f"<NextContinuationToken>{token + PAGE}</NextContinuationToken>" if more else ""
             body = (
                 '<?xml version="1.0" encoding="UTF-8"?>'
@@ -223,11 +232,6 @@ def served(folder, monkeypatch):
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         yield server
-
-
-def _item(store, key):
-    size = (store.folder / key).stat().st_size
-    return {"kind": "storage#object", "name": key, "bucket": BUCKET, "size": str(size), "generation": "1"}
 
 
 def _xml_error(code):

@@ -1,0 +1,229 @@
+"""Clients of remote stores, and loads from them, against plain ranged downloads in the same run.
+
+A server on loopback (`benchmarks.store_server`, in its own process) sends a file of random bytes from the page cache.
+``clients`` reads all of it in pieces, with as many requests in flight: obstore, as shardload uses it; TensorStore's
+key-value store; and a plain client on sockets that reads into memory it has used before, the floor. ``load`` compares
+`shardload.load_arrays` of a safetensors file at an address with the plain client, and with the same file on the disk.
+
+    python -m benchmarks.stores clients [--gb 1] [--piece-mib 4] [--in-flight 16] [--latency-ms 0] [--mb-s 0] [--json]
+    python -m benchmarks.stores load    [--gb 1] [--latency-ms 0] [--mb-s 0] [--pairs 7] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NAME = "model.safetensors"
+
+
+@contextlib.contextmanager
+def server(folder: Path, latency_s: float, bytes_per_s: float = 0) -> Iterator[str]:
+    """Yield the address of a server of the folder."""
+    code = [sys.executable, "-m", "benchmarks.store_server", str(folder), str(latency_s), str(bytes_per_s)]
+    with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.terminate()
+
+
+def plain(address: str, pieces: list[tuple[int, int]], in_flight: int) -> None:
+    """Read pieces by as many threads, each with one connection and one buffer that it keeps."""
+    host, port = address.removeprefix("http://").split(":")
+    rest, lock = iter(pieces), threading.Lock()
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            buffer = memoryview(bytearray(max(stop - start for start, stop in pieces)))
+            with socket.create_connection((host, int(port))) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while True:
+                    with lock:
+                        if (piece := next(rest, None)) is None:
+                            return
+                    _fetch(connection, host, piece, buffer)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(in_flight)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _fetch(connection: socket.socket, host: str, piece: tuple[int, int], buffer: memoryview) -> None:
+    start, stop = piece
+    connection.sendall(f"GET /{NAME} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={start}-{stop - 1}\r\n\r\n".encode())
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += connection.recv(4096)
+    body = head.partition(b"\r\n\r\n")[2]
+    buffer[: len(body)] = body
+    count = len(body)
+    while count < stop - start:
+        got = connection.recv_into(buffer[count : stop - start])
+        if not got:
+            raise OSError("the connection was closed")
+        count += got
+
+
+def by_obstore(address: str, pieces: list[tuple[int, int]], in_flight: int) -> None:
+    """Read pieces as shardload does, and drop them."""
+    from shardload.stores.requests import Requests
+
+    requests = Requests(address)
+    _in_flight(pieces, in_flight, lambda start, stop: requests.begin(NAME, start, stop))
+
+
+def by_tensorstore(address: str, pieces: list[tuple[int, int]], in_flight: int) -> None:
+    """Read pieces by TensorStore's key-value store, and drop them."""
+    import tensorstore as ts
+
+    store = ts.KvStore.open({"driver": "http", "base_url": address}).result()
+
+    def begin(start: int, stop: int) -> Any:
+        return store.read(NAME, byte_range=slice(start, stop))
+
+    _in_flight(pieces, in_flight, begin)
+
+
+def _in_flight(pieces: list[tuple[int, int]], count: int, begin: Callable[[int, int], Any]) -> None:
+    pending: list[Any] = []
+    for start, stop in pieces:
+        if len(pending) == count:
+            pending.pop(0).result()
+        pending.append(begin(start, stop))
+    for each in pending:
+        each.result()
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Return wall-clock and CPU seconds of one call in this process; the server's CPU is not counted."""
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall_s, time.process_time() - cpu_s
+
+
+def compare(cases: dict[str, Callable[[], object]], *, floor: str, pairs: int, n_bytes: int) -> dict[str, Any]:
+    """Run the cases in turn; return for each its rate and, over the rounds, the median of floor time over its time."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    for index in range(-1, pairs):
+        for name in cases if index % 2 else reversed(list(cases)):
+            found = timed(cases[name])
+            if index >= 0:
+                times[name].append(found)
+    result = {}
+    for name, runs in times.items():
+        ratios = sorted(f[0] / r[0] for f, r in zip(times[floor], runs, strict=True))
+        result[name] = {
+            "gb_s": n_bytes / 1e9 / statistics.median(wall for wall, _ in runs),
+            "cpu_s_per_gb": statistics.median(cpu for _, cpu in runs) / (n_bytes / 1e9),
+            "rate_over_floor": statistics.median(ratios),
+            "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        }
+    return result
+
+
+def clients(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare clients."""
+    size = write_random(folder / NAME, args.gb)
+    step = args.piece_mib << 20
+    pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
+    with server(folder, args.latency_ms / 1e3, args.mb_s * 1e6) as address:
+        kinds = {"plain": plain, "obstore": by_obstore, "tensorstore": by_tensorstore}
+        cases = {
+            name: lambda work=work: work(address, pieces, args.in_flight)  # type: ignore[misc]
+            for name, work in kinds.items()
+        }
+        return compare(cases, floor="plain", pairs=args.pairs, n_bytes=size)
+
+
+def write_random(path: Path, gb: float) -> int:
+    """Write random bytes; return how many."""
+    block = np.random.default_rng(0).bytes(1 << 24)
+    count = max(1, int(gb * 1e9) >> 24)
+    with path.open("wb") as file:
+        for _ in range(count):
+            file.write(block)
+    return count << 24
+
+
+def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare a load from an address with a plain download of the same bytes, and with the file on the disk."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import shardload
+    from benchmarks.checkpoint import write_safetensors
+
+    path = folder / NAME
+    write_safetensors(path, int(args.gb * 1e9))
+    size = path.stat().st_size
+    mesh = jax.make_mesh((8,), ("model",))
+    rows = {
+        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=NamedSharding(mesh, PartitionSpec("model")))
+        for name, tensor in shardload.inspect(path).tensors.items()
+    }
+
+    def arrays(source: str) -> None:
+        jax.block_until_ready(shardload.load_arrays(source, like=rows)[0])
+
+    step, in_flight = args.piece_mib << 20, args.in_flight
+    pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
+    with server(folder, args.latency_ms / 1e3, args.mb_s * 1e6) as address:
+        cases: dict[str, Callable[[], object]] = {
+            "plain": lambda: plain(address, pieces, in_flight),
+            "load": lambda: arrays(f"{address}/{NAME}"),
+            "local": lambda: arrays(str(path)),
+        }
+        return compare(cases, floor="plain", pairs=args.pairs, n_bytes=size)
+
+
+def main() -> None:
+    """Run one comparison and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["clients", "load"])
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--piece-mib", type=int, default=4)
+    parser.add_argument("--in-flight", type=int, default=16)
+    parser.add_argument("--latency-ms", type=float, default=0.0)
+    parser.add_argument("--mb-s", type=float, default=0.0, help="what the server sends at most; 0 for no limit")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shardload-stores-") as name:
+        found = {"clients": clients, "load": load}[args.what](Path(name), args)
+    if args.json:
+        print(json.dumps({"arguments": vars(args), "results": found}, indent=1))
+        return
+    for case, row in found.items():
+        low, high = row["quartiles"]
+        print(
+            f"{case:12} {row['gb_s']:6.2f} GB/s {row['cpu_s_per_gb']:6.2f} CPU-s/GB  {row['rate_over_floor']:5.2f} of "
+            f"the plain client's rate ({low:.2f}-{high:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    import os
+
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    main()
