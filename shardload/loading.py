@@ -16,7 +16,9 @@ from shardload.keras_bridge.model_state import plain_model
 from shardload.pipeline import load as pipeline
 from shardload.pipeline.load import Loaded, joint_load
 from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest
+from shardload.processes.joint_call import Call
 from shardload.progress import ProgressLike
+from shardload.text.generation import GenerationAhead
 from shardload.text.preprocessor import TextInput
 from shardload.text.sources import record_text_source
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
@@ -48,6 +50,7 @@ def load(
     progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
     step: int | Literal["latest", "best"] = "latest",
+    warm_up: Mapping[str, Any] | None = None,
 ) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
 
@@ -89,6 +92,11 @@ def load(
             model may differ from, such as ``("rope_scaling",)``. Otherwise a field that changes what the model
             computes, and that KerasHub's class cannot express, is refused. The report lists what was ignored.
         step: Of a folder of training steps, the step to load: its number, ``"latest"`` or ``"best"``.
+        warm_up: First steps of the model to compile while its weights are read, so that the first call is fast:
+            ``{"predict": x}``, ``{"train": (x, y)}`` for `fit` and ``{"generate": "a prompt"}`` (or several prompts, or
+            ``{"prompts": …, "max_new_tokens": …}``) for `shardload.generate`. ``x`` and ``y`` are one batch as the
+            first call will get it; only shapes and dtypes count, so `jax.ShapeDtypeStruct` serves as well. The load
+            returns when all is compiled. What cannot be compiled is a note in the report.
 
     Returns:
         The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate. A task has the
@@ -131,6 +139,7 @@ def load(
         progress=progress,
         ignore_config=ignore_config,
         step=step,
+        warm_up=warm_up,
     )
     return run(request).model
 
@@ -146,9 +155,7 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
     text = TextInput(task=request.task) if preprocessor else None
     with joint_load(request) as call:
         hooks: dict[str, Any] = {} if text is None else {"on_opened": text.begin, "on_built": text.prepare}
-        loaded = pipeline.run_load(request, call, opener=partial(pipeline.open_requested, request), **hooks)
-    # For `shardload.generate` and `tokenizer`, which are given the model only.
-    record_text_source(loaded.model, loaded.manifest)
+        loaded = _run(request, call, **hooks)
     if text is None or (note := text.attach(loaded.model, loaded.manifest)) is None:
         return loaded
     report = replace(loaded.report, notes=(*loaded.report.notes, note))
@@ -174,6 +181,7 @@ def load_weights(
     ignore_config: Sequence[str] = (),
     items: Literal["all", "weights"] = "all",
     step: int | Literal["latest", "best"] = "latest",
+    warm_up: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Load weights into an existing model, live or built inside `shardload.abstract`.
 
@@ -198,6 +206,7 @@ def load_weights(
         items: ``"weights"`` leaves the optimizer as it is; ``"all"`` also loads its state where the checkpoint has it,
             the learning rate included, and the report says so.
         step: As for `load`.
+        warm_up: As for `load`.
 
     Raises:
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
@@ -219,6 +228,7 @@ def load_weights(
         ignore_config=ignore_config,
         items=items,
         step=step,
+        warm_up=warm_up,
     )
     return run_load_weights(request).report
 
@@ -226,8 +236,16 @@ def load_weights(
 def run_load_weights(request: LoadWeightsRequest) -> Loaded:
     """Run a request of `load_weights`, and return the model, the report and the manifest."""
     with joint_load(request) as call:
-        loaded = pipeline.run_load(request, call, opener=partial(pipeline.open_requested, request))
+        return _run(request, call)
+
+
+def _run(request: LoadRequest | LoadWeightsRequest, call: Call, **hooks: Any) -> Loaded:
+    ahead = GenerationAhead()
+    opener = partial(pipeline.open_requested, request)
+    loaded = pipeline.run_load(request, call, opener=opener, lower={"generate": ahead.lower}, **hooks)
+    # For `shardload.generate` and `tokenizer`, which are given the model only.
     record_text_source(loaded.model, loaded.manifest)
+    ahead.keep_tokenizer(loaded.model)
     return loaded
 
 

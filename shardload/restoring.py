@@ -58,6 +58,7 @@ def restore(
     fallback: Literal["previous"] | None = None,
     host_memory_bytes: int | str | None = None,
     progress: ProgressLike = None,
+    warm_up: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Fill a model with a step of a training run.
 
@@ -82,6 +83,7 @@ def restore(
             by the next best undamaged one, and reports it.
         host_memory_bytes: As for `load_weights`.
         progress: As for `load_weights`.
+        warm_up: As for `load`, but for ``"predict"`` and ``"train"`` only.
 
     Returns:
         The report; its notes name the step, and whether its bytes were verified.
@@ -113,6 +115,7 @@ def restore(
         fallback=fallback,
         host_memory_bytes=host_memory_bytes,
         progress=progress,
+        warm_up=warm_up,
     )
     restored = run_restore(request)
     if items == "all" and restored.info.url is None:  # runs continue in their own local folder

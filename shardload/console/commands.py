@@ -22,6 +22,7 @@ from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports import printable
 from shardload.stores.local import local_target, working_folder
+from shardload.units import format_seconds
 
 _TEXT = "\n\t"
 """Control characters that generated text may contain when it is printed; others could control the terminal, and are
@@ -44,6 +45,7 @@ def load(
     step: options.StepOption = "latest",
     prompt: options.Prompt = None,
     max_new_tokens: options.MaxNewTokens = None,
+    warm_up: options.WarmUpOption = False,
     platform: options.PlatformOption = None,
     distributed: options.Distributed = False,
     coordinator_address: options.CoordinatorAddress = None,
@@ -76,8 +78,9 @@ def load(
         distributed=distributed,
         initialization_timeout=initialization_timeout,
     )
-    _check_together(spec, processes, prompt, max_new_tokens)
+    _check_together(spec, processes, prompt, max_new_tokens, warm_up=warm_up)
     reports = processes is None or processes.is_first  # the others print neither notes nor results
+    new_tokens = max_new_tokens or 32
     note = streams.note if reports else lambda text: None
     if processes is None and (alone := alone_among_several(os.environ)) is not None:
         note(alone)
@@ -94,10 +97,11 @@ def load(
                 give_up=lambda error: failures.tell(error, json_wanted=json, stdout=out.stream),
             )
             reports = processes is None or processes.is_first  # only JAX may have been able to tell
+            words: Any = None
             if prompt is not None:
                 from shardload.text.sources import tokenizer
 
-                tokenizer(source, format=format and str(format))  # raises now if there is none, not minutes later
+                words = tokenizer(source, format=format and str(format))  # raises now if there is none, not later
             with on_stderr(enabled=reports and not no_progress, as_json=log_json) as progress:
                 # Keras is imported and the model built before the load knows its bytes.
                 progress.start(0, f"Preparing {source}")
@@ -117,6 +121,9 @@ def load(
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),
                     progress=progress,
+                    warm_up={"generate": {"prompts": prompt, "max_new_tokens": new_tokens, "tokenizer": words}}
+                    if warm_up
+                    else None,
                 )
                 # A prompt uses the checkpoint's own tokenizer, so the model needs no preprocessor.
                 loaded = _summed(loading.run(request, preprocessor=False))
@@ -129,10 +136,15 @@ def load(
             if prompt is not None:
                 from shardload.text import generation
 
-                text = generation.generate(loaded.model, prompt, max_new_tokens=max_new_tokens or 32)
+                text = generation.generate(loaded.model, prompt, max_new_tokens=new_tokens, tokenizer=words)
+                # The same numbers, and when the text was there.
+                ready = loading.report(loaded.model).seconds.ready
+                seconds = replace(loaded.report.seconds, ready=ready)
+                loaded = replace(loaded, report=replace(loaded.report, seconds=seconds))
                 if not json:
                     rule = ("─" if out.unicode else "-") * 40
-                    out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
+                    took = f"{format_seconds(ready)} after the load began"
+                    out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n{rule}\n{took}\n")
         # After the block that exits on Ctrl-C, which would add a second object to one that is being written.
         if json:
             shares = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
@@ -151,10 +163,14 @@ def _summed(loaded: Any) -> Any:
     return replace(loaded, report=replace(loaded.report, bytes=total, host_bytes=highest))
 
 
-def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_tokens: int | None) -> None:
+def _check_together(
+    spec: Any, processes: Any, prompt: str | None, max_new_tokens: int | None, *, warm_up: bool
+) -> None:
     """Raise if options of `load` exclude each other, or if one is given without another that it requires."""
     if max_new_tokens is not None and prompt is None:
         raise typer.BadParameter("It requires --prompt, which is missing.", param_hint="--max-new-tokens")
+    if warm_up and prompt is None:
+        raise typer.BadParameter("It requires --prompt, which is missing.", param_hint="--warm-up")
     if prompt == "":
         raise typer.BadParameter("The prompt is empty.", param_hint="--prompt")
     if processes is not None and prompt is not None:

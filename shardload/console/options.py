@@ -319,6 +319,10 @@ MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt; 32 by default."),
 ]
+WarmUpOption = Annotated[
+    bool,
+    typer.Option("--warm-up", help="Compile what --prompt needs while the weights are read."),
+]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(

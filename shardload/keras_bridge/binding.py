@@ -28,6 +28,7 @@ from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 from shardload.errors import LayoutError, MeshError
 from shardload.keras_bridge import Model, Variable, abstraction
 from shardload.keras_bridge.gathered_use import Use, gathering
+from shardload.keras_bridge.model_records import record_first_result
 from shardload.keras_bridge.model_state import (
     models_in,
     refresh_derived,
@@ -67,6 +68,8 @@ METHODS = (
     "call",
 )
 """Methods of a bound model that run in the scope of its distribution; ``call`` is what ``model(...)`` runs."""
+_RESULTS = ("predict", "evaluate", "generate", "train_on_batch", "test_on_batch", "predict_on_batch")
+"""Methods whose return ends ``seconds.ready`` of a load's report. Not ``fit``, which returns after its last epoch."""
 _COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
 """Attributes in which Keras and KerasHub keep compiled steps, which are valid only for the mesh they were made on."""
 _ATTRIBUTE = "_shardload_binding"
@@ -320,7 +323,10 @@ def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> 
         if method.__name__ != "call":
             _adopt(model, binding)
         with binding.scope():
-            return method(*args, **kwargs)
+            found = method(*args, **kwargs)
+        if method.__name__ in _RESULTS:
+            record_first_result(model)
+        return found
 
     return run
 

@@ -6,9 +6,10 @@ neither tracks, copies nor saves what is in it. So a copy of a model has an empt
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ class ModelRecord:
 
     report: LoadReport | None = None
     """Report of the last load into a model."""
+    loading_since: float | None = None
+    """`time.perf_counter` at the start of the last load into a model, until the model gives its first result."""
     devices: MeshDevices | None = None
     """Mesh of a model while its variables have no values; once they have some, the mesh is read from these."""
     restored: Any = None
@@ -51,6 +54,16 @@ class ModelRecord:
 
 
 _records: weakref.WeakKeyDictionary[Any, ModelRecord] = weakref.WeakKeyDictionary()
+
+
+def record_first_result(model: Any) -> None:
+    """Set ``seconds.ready`` in the report of a model's last load, if this is the model's first result since then."""
+    record = record_of(model)
+    if record.loading_since is None or record.report is None:
+        return
+    ready = time.perf_counter() - record.loading_since
+    record.report = replace(record.report, seconds=replace(record.report.seconds, ready=ready))
+    record.loading_since = None
 
 
 def record_of(found: Any) -> ModelRecord:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from shardload.errors import LoadInterruptedError
@@ -23,6 +24,7 @@ from shardload.layouts.choice import KEEP_LAYOUT
 from shardload.layouts.model_variables import all_variables
 from shardload.mapping.assign import Assigner
 from shardload.pipeline import reporting
+from shardload.pipeline.compiling import Warming
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import OnFailure
@@ -44,14 +46,16 @@ def fill_variables(
     progress: Progress,
     on_failure: OnFailure,
     on_filled: Callable[[], None] = lambda: None,
+    warming: Warming,
 ) -> LoadReport:
     """Read the planned tensors into the model's variables, initialise those without a tensor, and return the report.
 
     ``files``: fingerprint of the checkpoint's files from when their headers were read; if it differs now, the load
-    fails. ``on_filled`` is called when this process has all new values and can still restore the old ones.
+    fails. ``on_filled`` is called when this process has all new values and can still restore the old ones. ``warming``
+    compiles steps of the model meanwhile.
     """
     files.check()
-    with clock("transfer"), _rollback(prepared, files, on_failure) as assigner:
+    with _rollback(prepared, files, on_failure) as assigner, warming.running(prepared, clock), clock("transfer"):
         progress.start(prepared.plan.read_bytes, f"Loading {prepared.model.name}")
         try:
             stats = execution.execute(
@@ -81,7 +85,9 @@ def fill_variables(
             if begun.start is not None:
                 begin_slot(begun.variable, begun.start)
         abstraction.check_initialised(prepared.model)
+    uncompiled = warming.notes(clock)
     report = reporting.load_report(prepared, clock, stats, initialised=tuple(initialised))
+    report = replace(report, notes=(*report.notes, *uncompiled))
     for text in overflow_notes(stats.overflowed):  # also a warning: the report is easily missed
         warn_caller(text)
     return report

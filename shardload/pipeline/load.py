@@ -19,10 +19,11 @@ A load onto this process's own devices concerns this process only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ from shardload.mapping.assets import empty_vocabularies, load_assets, restore_as
 from shardload.mapping.built_optimizers import slots_as_stored
 from shardload.mapping.stored_values import load_stored_values
 from shardload.pipeline import filling, preparing, reporting
+from shardload.pipeline.compiling import Lower, Warming
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import (
     Construction,
@@ -100,6 +102,7 @@ def joint_load(request: JointRequest) -> Iterator[Call]:
         yield Alone()
     else:
         compared = {name: getattr(request, name) for name in request.compared_names}
+        compared |= {"warm_up": str(request.warming)} if request.warm_up else {}
         with joint(request.function, request.source, compared) as call:
             request.check()
             yield call
@@ -149,11 +152,12 @@ def run_load(
     opener: Callable[[], OpenedSource],
     on_opened: Callable[[Manifest], None] = lambda manifest: None,
     on_built: Callable[[Any, Manifest], None] = lambda model, manifest: None,
+    lower: Mapping[str, Lower] = MappingProxyType({}),
 ) -> Loaded:
     """Run a request of `shardload.load`, `load_weights` or `restore`: open, place, build, prepare, agree, fill, report.
 
     ``opener`` opens the source; ``on_opened`` is called with its manifest before the model is built, ``on_built`` with
-    the model before its weights are read.
+    the model before its weights are read. ``lower`` has functions for steps of ``warm_up`` that are not Keras' own.
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock = Clock()
@@ -218,12 +222,14 @@ def run_load(
                 progress=call.watched(request.reporter),
                 on_failure=request.on_failure,
                 on_filled=lambda: call.meet("the end of the transfer"),
+                warming=Warming(request.warming, lower, has_files=folder is not None),
             )
             report = reporting.with_rates(filled, rates, learning_rates_of(model))
         if matching.items in ("all", "weights"):
             notes = _load_besides_variables(matching, model, source.manifest, folder)
             report = replace(report, notes=(*report.notes, *notes))
-    record_of(model).report = report
+    record = record_of(model)
+    record.report, record.loading_since = report, clock.began_s
     return Loaded(model, report, source.manifest, _shares(call, report))
 
 

@@ -66,6 +66,11 @@ class Clock:
             self.stages[stage] += max(0.0, time.perf_counter() - began - imports)
 
     @property
+    def began_s(self) -> float:
+        """The value of `time.perf_counter` when this object was created."""
+        return self._began
+
+    @property
     def total_s(self) -> float:
         """Wall-clock seconds since this object was created."""
         return time.perf_counter() - self._began
@@ -131,7 +136,12 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
         "source": prepared.manifest.source,
         "format": prepared.manifest.format,
         "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes),
-        "seconds": Stages(spent("build"), spent("plan"), spent("transfer"), clock.total_s, spent("imports")),
+        "seconds": Stages(
+            *(spent("build"), spent("plan"), spent("transfer")),
+            total=clock.total_s,
+            imports=spent("imports"),
+            warm_up=spent("warm_up"),
+        ),
         "host_bytes": HostBytes(prepared.plan.host_memory_bytes, peak_staging_bytes),
         "notes": tuple(_notes(prepared)),
         **_weights(prepared),

@@ -21,6 +21,7 @@ import keras
 from shardload.errors import BackendError, UnsupportedError, UsageError
 from shardload.hub import fidelity
 from shardload.mapping.stored_state import Items
+from shardload.pipeline.warm_up import WarmUp
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.devices import device_list, has_mesh, mesh_of
 from shardload.sharding.mesh import planned_mesh
@@ -109,7 +110,7 @@ def _check_flag(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Arguments that all requests have (though callers of `shardload.plan` cannot give ``devices`` or ``progress``)."""
+    """Arguments that all requests have (though `shardload.plan` has no ``devices``, ``progress`` or ``warm_up``)."""
 
     mesh: MeshLike | None = None
     axes: str | None = None
@@ -117,10 +118,13 @@ class _Arguments:
     host_memory_bytes: int | str | None = None
     devices: Sequence[Any] | None = None
     progress: ProgressLike = None
+    warm_up: Mapping[str, Any] | None = None
 
     compared_names: ClassVar[tuple[str, ...]] = ()
     """Names of arguments that must be equal on all processes. Mesh, layout and dtype are not among them: what follows
     from them is compared, because they can be written in several ways."""
+    text_steps: ClassVar[tuple[str, ...]] = ("generate",)
+    """Names that ``warm_up`` may have besides those of Keras' own steps."""
 
     def __post_init__(self) -> None:
         # A generator can be read only once, and these are read by several stages.
@@ -138,6 +142,11 @@ class _Arguments:
         """Most bytes of tensors in host memory at once; ``None`` lets the plan choose."""
         wanted = self.host_memory_bytes
         return None if wanted is None else byte_count("host_memory_bytes", wanted)
+
+    @cached_property
+    def warming(self) -> WarmUp:
+        """The steps to compile during the load, checked."""
+        return WarmUp.of(self.warm_up, more=self.text_steps)
 
     @cached_property
     def reporter(self) -> Progress:
@@ -220,7 +229,7 @@ class LoadRequest(_Building):
         """Raise if an argument is of the wrong kind or out of range: `Placement` and the other parts check theirs."""
         _check_flag("atomic", self.atomic)
         check_backend()
-        _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter
+        _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter, self.warming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +268,7 @@ class LoadWeightsRequest(_Filling):
         _ = self.matching, self.budget_bytes
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
         check_keras_model(self.model, built=not self.as_keras)
-        _ = self.placement, self.reporter
+        _ = self.placement, self.reporter, self.warming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +310,7 @@ class RestoreRequest(_Filling):
 
     function: ClassVar[str] = "restore"
     loads_optimizer: ClassVar[bool] = True
+    text_steps: ClassVar[tuple[str, ...]] = ()
     compared_names = ("step", "items", "rename", "names", "strict", "atomic", "fallback")
 
     directory: PathLike
@@ -327,7 +337,7 @@ class RestoreRequest(_Filling):
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes
         check_keras_model(self.model)
-        _ = self.placement, self.reporter
+        _ = self.placement, self.reporter, self.warming
 
 
 JointRequest: TypeAlias = LoadRequest | LoadWeightsRequest | RestoreRequest

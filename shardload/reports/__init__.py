@@ -4,10 +4,10 @@ A `LoadReport` describes a load that ran, a `PlanReport` a load that was only pl
 people, ``report.to_json()`` an object for programs; its keys, with the keys of nested objects in brackets, are::
 
     source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
-    seconds{imports, build, plan, transfer, other, total}, throughput_gb_s, host_bytes{budget, peak_staging},
-    layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
-    cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
-    outside[{tensor, reason}], dtypes, notes
+    seconds{imports, build, plan, transfer, warm_up, other, total, ready}, throughput_gb_s,
+    host_bytes{budget, peak_staging}, layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]},
+    missing, unused, cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed,
+    initialised, outside[{tensor, reason}], dtypes, notes
     fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
     hosts{hosts, devices, needed, read, total_read, kinds, planned}                                     plans only
 
@@ -252,13 +252,17 @@ def _stages(report: Report, block: str) -> RenderableType:
     table = _columns("left", "right", "left")
     for label, value in seconds.named().items():
         # Each row's time is rounded: what would not be seen is left out.
-        if label == "total" or (label in ("imports", "other") and (value or 0.0) < _LEAST_SHOWN * seconds.total):
+        if label in ("total", "ready") or (label == "warm_up" and value is None):
+            continue
+        if label in ("imports", "other") and (value or 0.0) < _LEAST_SHOWN * seconds.total:
             continue
         bar = _bar(value or 0.0, seconds.total, block)
         if label == "transfer" and report.throughput_gb_s is not None:
             bar.append(f" {format_rate(report.throughput_gb_s)}", style="default")
-        table.add_row(label, format_seconds(value), bar)
+        table.add_row(label.replace("_", " "), format_seconds(value), bar)
     table.add_row("total", format_seconds(seconds.total), "")
+    if seconds.ready is not None:
+        table.add_row("ready", format_seconds(seconds.ready), "")
     return table
 
 

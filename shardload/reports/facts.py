@@ -56,17 +56,25 @@ class Stages:
     imports: float | None = None
     """Seconds for importing KerasHub (with TensorFlow, if installed) and for starting JAX's devices, only in the first
     load of a process. Keras and JAX do not count: they are imported before a load, with shardload's own modules."""
+    warm_up: float | None = None
+    """Seconds for which the load, when all else was done, waited for the steps of ``warm_up`` to be compiled; ``None``
+    if none were requested."""
+    ready: float | None = None
+    """Seconds from the start of the load to the model's first result, which need not follow the load at once: the
+    return of the first ``predict``, ``evaluate``, ``generate`` or ``…_on_batch``, or of `shardload.generate`. ``None``
+    until then. No part of the total."""
 
     @property
     def other(self) -> float:
         """Seconds of the total that belong to no stage: opening the source, and the time between stages."""
-        counted = (self.imports, self.build, self.plan, self.transfer)
+        counted = (self.imports, self.build, self.plan, self.transfer, self.warm_up)
         return max(0.0, self.total - math.fsum(s for s in counted if s is not None and math.isfinite(s)))
 
     def named(self) -> dict[str, float | None]:
-        """Return the seconds of all stages by name; ``total`` comes last and is the sum of all other entries."""
+        """Return the seconds of all stages by name, then their sum, ``total``; then ``ready``, which is no stage."""
         stages = {"imports": self.imports, "build": self.build, "plan": self.plan, "transfer": self.transfer}
-        return {**stages, "other": self.other, "total": self.total}
+        stages["warm_up"] = self.warm_up
+        return {**stages, "other": self.other, "total": self.total, "ready": self.ready}
 
 
 @dataclass(frozen=True, slots=True)

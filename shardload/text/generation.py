@@ -12,9 +12,9 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import keras
 import numpy as np
@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError, UsageError, suggests_arguments
 from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.compiled_steps import LoweredStep, lower_generation
 from shardload.keras_bridge.hub_imports import backbone_of
-from shardload.keras_bridge.model_records import record_of
+from shardload.keras_bridge.model_records import record_first_result, record_of
 from shardload.keras_bridge.model_state import plain_model
+from shardload.manifest import Manifest
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
@@ -33,9 +35,25 @@ from shardload.units import is_integer, plural
 LENGTH_STEP = 32
 """Prompts with their new tokens are padded to a multiple of this length, so that similar ones share a compiled loop."""
 
+DEFAULT_NEW_TOKENS = 32
+"""Most tokens that `generate` adds, unless told otherwise."""
+
 _DEFAULT_CONTEXT = 8192
 """Context length if the checkpoint states none: that of Gemma 1 and 2. The memory for attention grows with its square,
 so an unlimited prompt could exhaust the machine."""
+
+
+class PreparedModel(Protocol):
+    """A model that is about to be loaded, and the headers of its checkpoint."""
+
+    @property
+    def model(self) -> Any:
+        """The model, bound to its mesh."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The headers of the checkpoint."""
+
 
 _CACHE = "_shardload_greedy"
 _SHORTER = "Shorten the prompt, or generate fewer tokens: max_new_tokens (--max-new-tokens)"
@@ -54,7 +72,7 @@ def generate(
     model: Any,
     prompts: str | Sequence[str],
     *,
-    max_new_tokens: int = 32,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
     tokenizer: Tokenizer | PathLike | None = None,
 ) -> str | list[str]:
     """Continue one prompt or several, always with the most probable token; return only the continuations.
@@ -83,22 +101,7 @@ def generate(
     model = plain_model(model)
     _require_causal_lm(model)
     found = sources.tokenizer_for(model) if tokenizer is None else _opened(tokenizer)
-    texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"Cannot continue {prompts!r:.60}: expected text, or a list of texts")
-    for text in texts:
-        try:  # half of a surrogate pair is a valid str, but tokenizers written in Rust and C++ take UTF-8
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"Cannot continue a prompt with {text[error.start]!a} at position {error.start}, which is half of a "
-                "character. Decode the text from its original bytes as UTF-8"
-            ) from error
-    if not (is_integer(max_new_tokens) and max_new_tokens >= 1):
-        raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
-    encoded = [found.encode(text) for text in texts]
-    # Before anything is compiled: a prompt that is too long would fail only after that, or exhaust the memory.
-    _check_context(model, max(map(len, encoded), default=0), max_new_tokens)
+    encoded = _encoded(model, found, prompts, max_new_tokens, record_of(model).text_source)
     # Tell people at a terminal why the first call takes so long.
     if _CACHE not in vars(model) and sys.stderr is not None and sys.stderr.isatty():
         print("Compiling for the first prompt; on a CPU, this can take a minute.", file=sys.stderr)  # noqa: T201
@@ -112,8 +115,35 @@ def generate(
     return continued[0] if isinstance(prompts, str) else continued
 
 
+def _encoded(
+    model: Any, tokenizer: Tokenizer, prompts: str | Sequence[str], max_new_tokens: int, manifest: Manifest | None
+) -> list[list[int]]:
+    """Check prompts and the number of new tokens, and return the prompts' token ids."""
+    texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"Cannot continue {prompts!r:.60}: expected text, or a list of texts")
+    for text in texts:
+        try:  # half of a surrogate pair is a valid str, but tokenizers written in Rust and C++ take UTF-8
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"Cannot continue a prompt with {text[error.start]!a} at position {error.start}, which is half of a "
+                "character. Decode the text from its original bytes as UTF-8"
+            ) from error
+    if not (is_integer(max_new_tokens) and max_new_tokens >= 1):
+        raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
+    encoded = [tokenizer.encode(text) for text in texts]
+    # Before anything is compiled: a prompt that is too long would fail only after that, or exhaust the memory.
+    _check_context(model, max(map(len, encoded), default=0), max_new_tokens, manifest)
+    return encoded
+
+
 def generate_ids(
-    model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 32, stop_ids: tuple[int, ...] = ()
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
+    stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
     """Continue prompts of token ids with the most probable tokens; return the ids added to each, without stop ids."""
     _require_causal_lm(model)
@@ -126,10 +156,41 @@ def generate_ids(
         placed = {name: place(value) for name, value in inputs.items()}
         outputs = generate(placed, stop_token_ids=stop_ids or None)
         rows = np.asarray(outputs["token_ids"])
+    record_first_result(model)
     # Not strict: the rows that fill up the batch are dropped.
     # The loop ends when all rows have a stop id, or at the padded length: a row may have more than it should.
     added = (row[len(ids) : len(ids) + max_new_tokens].tolist() for row, ids in zip(rows, prompts, strict=False))
     return [list(itertools.takewhile(lambda token: token not in stop_ids, new)) for new in added]
+
+
+class GenerationAhead:
+    """Compiles the loop of the first `generate` during a load, and keeps the tokenizer that this needs."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+
+    def lower(self, prepared: PreparedModel, wanted: Any) -> LoweredStep:
+        """Trace and lower the loop; ``wanted``: prompts, or a mapping of the arguments of `generate`."""
+        given = dict(wanted) if isinstance(wanted, Mapping) else {"prompts": wanted}
+        model, manifest, new = prepared.model, prepared.manifest, given.get("max_new_tokens", DEFAULT_NEW_TOKENS)
+        _require_causal_lm(model)
+        if (tokenizer := given.get("tokenizer")) is None:
+            found = self._tokenizer = sources.tokenizer_of(manifest)
+        else:
+            found = _opened(tokenizer)
+        inputs = _padded(model, _encoded(model, found, given["prompts"], new, manifest), new)
+        try:
+            with _greedy(model) as function, _on_mesh(model) as place:
+                placed = {name: place(value) for name, value in inputs.items()}
+                return lower_generation(model, function, placed, tuple(found.stop_ids) or None, model.sampler)
+        except BaseException:
+            vars(model).pop(_CACHE, None)
+            raise
+
+    def keep_tokenizer(self, model: Any) -> None:
+        """Let the first `generate` of the loaded model use the tokenizer that was read for compiling."""
+        if self._tokenizer is not None:
+            record_of(model).tokenizer = self._tokenizer
 
 
 def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
@@ -142,9 +203,8 @@ def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
     return tokenizer
 
 
-def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int, manifest: Manifest | None) -> None:
     # Multimodal models have the sizes of their language model in text_config.
-    manifest = record_of(model).text_source
     config = {} if manifest is None else manifest.config.get("text_config") or manifest.config
     context = config.get("max_position_embeddings") or _DEFAULT_CONTEXT
     if prompt_tokens + max_new_tokens > context:

@@ -22,6 +22,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from shardload.errors import LayoutError, MismatchError
+from shardload.keras_bridge.compiled_steps import jitted_in
 from shardload.keras_bridge.model_state import OptimizerState, policy_name, slots_of, state_of, weights_of
 from shardload.keras_bridge.recording import (
     GLOBAL_GENERATOR,
@@ -415,3 +416,39 @@ def test_an_array_may_be_uncommitted_with_the_buffer_of_another():
     assert release_from_mesh(variable, committed=False) and not release_from_mesh(variable, committed=False)
     assert variable.value.sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert not variable.value.committed and variable.value.unsafe_buffer_pointer() == pointer
+
+
+def test_the_jitted_functions_of_keras_steps_are_found():
+    """compiled_steps: each step is one jitted function, which the made function reaches by variables of known names."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    model.make_predict_function()
+    model.make_train_function()
+    assert [jitted_in(model.predict_function).__name__, jitted_in(model.train_function).__name__] == [
+        "predict_step",
+        "train_step",
+    ]
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.make_train_function(force=True)
+    assert jitted_in(model.train_function) is None
+
+
+def test_a_stateless_scope_takes_specs_for_values():
+    """compiled_steps: a spec in ``state_mapping`` is what `Variable.value` returns, unchanged."""
+    variable = keras.Variable(np.zeros(3, "float32"))
+    spec = jax.ShapeDtypeStruct((3,), np.float32)
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        scope.state_mapping[id(variable)] = spec
+        assert variable.value is spec
+
+
+def test_what_jax_compiled_ahead_serves_the_call():
+    """compiled_steps: lowering and compiling for specs fills the caches that a call of the same function looks in."""
+    traced = []
+    step = jax.jit(lambda x: traced.append(1) or x * 2)
+    step.trace(jax.ShapeDtypeStruct((3,), np.float32)).lower().compile()
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patched:
+        compiled = []
+        patched.setattr(jax._src.compiler, "backend_compile_and_load", lambda *a, **k: compiled.append(1))
+        step(np.zeros(3, np.float32))
+    assert (traced, compiled) == ([1], [])

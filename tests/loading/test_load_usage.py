@@ -144,8 +144,9 @@ def test_the_stages_of_a_report_add_up_to_its_total(tmp_path, monkeypatch, call)
 
     monkeypatch.setattr("shardload.pipeline.load.open_source", opens_slowly)
     report = call(tmp_path / "model.keras")
-    *stages, total = report.seconds.named().values()
+    *stages, total, ready = report.seconds.named().values()
     assert math.fsum(filter(None, stages)) == pytest.approx(total)
+    assert ready is None
     assert report.seconds.imports >= 0.02
     assert list(report.to_json()["seconds"]) == list(report.seconds.named())
     rows = str(report)[str(report).index("Time ") :].split("total")[0]

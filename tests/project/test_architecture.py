@@ -249,7 +249,7 @@ def test_one_record_says_what_is_known_about_a_model():
     [
         (shardload.load, LoadRequest, set()),
         (shardload.load_weights, LoadWeightsRequest, {"as_keras"}),
-        (shardload.plan, PlanRequest, {"devices", "progress"}),
+        (shardload.plan, PlanRequest, {"devices", "progress", "warm_up"}),
         (shardload.restore, RestoreRequest, set()),
         (shardload.load_arrays, ArraysRequest, set()),
     ],

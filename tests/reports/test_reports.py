@@ -45,7 +45,7 @@ def test_json_nests_as_promised():
     found = load_report(layout=layout, cast=(Cast("a", "float32", "bfloat16"),)).to_json()
     assert list(found["devices"][0]) == ["id", "platform", "bytes"]
     assert list(found["bytes"]) == ["needed", "read"]
-    assert list(found["seconds"]) == ["imports", "build", "plan", "transfer", "other", "total"]
+    assert list(found["seconds"]) == ["imports", "build", "plan", "transfer", "warm_up", "other", "total", "ready"]
     assert list(found["host_bytes"]) == ["budget", "peak_staging"]
     assert list(found["layout"]) == ["sharded", "replicated", "fallbacks"]
     assert list(found["layout"]["fallbacks"][0]) == ["variable", "wanted", "got", "why"]
@@ -55,7 +55,16 @@ def test_json_nests_as_promised():
 def test_json_survives_strict_parsers():
     report = load_report(seconds=Stages(build=math.nan, plan=math.inf, transfer=0.0, total=0.1))
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    stages = {"imports": None, "build": None, "plan": None, "transfer": 0.0, "other": 0.1, "total": 0.1}
+    stages = {
+        "imports": None,
+        "build": None,
+        "plan": None,
+        "transfer": 0.0,
+        "warm_up": None,
+        "other": 0.1,
+        "total": 0.1,
+    }
+    stages["ready"] = None
     assert found["seconds"] == stages and found["throughput_gb_s"] is None
 
 

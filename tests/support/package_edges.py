@@ -32,7 +32,7 @@ _ALLOWED = {
     "verifying": "errors loaders manifest progress resolve runs stores transfer",
     "converting": "errors families hub interrupts keras_bridge loaders manifest mapping pipeline processes progress "
     "reports resolve runs sharding stores text transfer typing units",
-    "loading": "errors keras_bridge pipeline progress reports text typing",
+    "loading": "errors keras_bridge pipeline processes progress reports text typing",
     "restoring": "errors keras_bridge loaders manifest mapping pipeline processes progress reports resolve runs "
     "transfer typing",
     "accelerating": "errors keras_bridge layouts loading mapping pipeline reports resolve sharding text",

@@ -5,6 +5,7 @@ python -m process_child COUNT INDEX PORT DEVICES MESH DO FOLDER [EPOCHS]
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import shardload
+from shardload.keras_bridge.binding import binding_of
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
@@ -96,12 +98,29 @@ def train(one, folder, epochs, *, parts, part, do):
     one.fit(x, x, batch_size=BATCH // parts, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
 
 
+def warmed_up(path, mesh):
+    """Load a model of 16 inputs and outputs, train it for a step, and tell what that compiled and gave."""
+    x = data(BATCH)[:, :16]
+    one = shardload.load(path, mesh=mesh, warm_up={"train": (x, x)})
+    binding_of(one).distribution.auto_shard_dataset = False  # else Keras takes TensorFlow's datasets only
+    compiled, log = [], logging.getLogger("jax._src.interpreters.pxla")
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: compiled.append(record.getMessage())
+    log.setLevel(logging.DEBUG)
+    losses = one.fit(x, x, batch_size=BATCH, shuffle=False, verbose=0).history["loss"]
+    found = any("jit(train_step)" in line for line in compiled)
+    return {"compiled": found, "losses": losses, "notes": shardload.report(one).notes}
+
+
 def main(count, index, port, devices, mesh, do, folder, epochs=2):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1 or do == "alone":
         join(count, index, port)
     if do == "load":
         tell(read=shardload.report(shardload.load(folder, mesh=mesh)).bytes.read)
+        return
+    if do == "warm-up":
+        tell(**warmed_up(folder, mesh))
         return
     sizes = distribute(mesh)
     one = model()
