@@ -16,16 +16,17 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload import restoring
+from shardload import processes, restoring
 from shardload.errors import UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline.request import RestoreRequest, check_keras_model
+from shardload.processes.joint_call import Alone, Call, joint
 from shardload.runs.best import Monitor, Retention, plain_logs
 from shardload.runs.contents import (
     Selection,
@@ -36,7 +37,7 @@ from shardload.runs.contents import (
     restore_iterator,
 )
 from shardload.runs.listing import Which, list_steps
-from shardload.runs.saver import StepSaver, check_flags
+from shardload.runs.saver import StepSaver, check_flags, save_topics
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.stores.local import expanded
 from shardload.typing import LayoutLike, MeshLike, PathLike
@@ -138,6 +139,31 @@ class Checkpointer:
             SaveError: If the last save failed, or this one failed to start; without ``save_on_background``, if it
                 failed.
         """
+        self._save(
+            step,
+            model,
+            optimizer=optimizer,
+            metrics=metrics,
+            epoch=epoch,
+            metadata=metadata,
+            iterator=iterator,
+            checkpointables=checkpointables,
+        )
+
+    def _save(
+        self,
+        step: int,
+        model: Any,
+        *,
+        optimizer: Any,
+        metrics: Mapping[str, Any] | None,
+        epoch: int | None,
+        metadata: Any,
+        iterator: Any,
+        checkpointables: Mapping[str, Any] | None = None,
+        call: Call | None = None,
+    ) -> None:
+        """Save as `save` does; in a joint ``call``, only what all processes agree about."""
         model = plain_model(model)
         check_keras_model(model)
         step, epoch = _count("step", step), None if epoch is None else _count("epoch", epoch)
@@ -172,6 +198,7 @@ class Checkpointer:
                 position={} if iterator is None else iterator_record(iterator),
                 checkpointables=checkpointables,
                 in_background=self._background,
+                agree=lambda job: None if call is None else call.require(save_topics(job)),
             )
         self._newest = step
 
@@ -274,6 +301,9 @@ def save(
 ) -> Path:
     """Save one step and wait for it; `shardload.restore` and ``fit`` with `OrbaxCheckpoint` continue from it.
 
+    In a `jax.distributed` run, all processes make the call, with a folder that all of them share. The step is saved by
+    all of them or by none. Of ``metrics`` and ``metadata``, those of process 0 are stored.
+
     Args:
         model: A built Keras model.
         directory: The folder of the steps, created if missing; steps that are there stay.
@@ -294,22 +324,46 @@ def save(
         UsageError: If an argument is invalid.
         StepExistsError: If the step exists already.
         SaveError: If the step could not be saved; earlier steps are untouched.
+        DisagreementError: If the processes of a `jax.distributed` run request different saves.
+        ProcessFailedError: If it failed on another process with an error that is not from shardload.
+        ProcessLostError: If another process ended, or does not respond for 15 s.
     """
     options: dict[str, Any] = {"save_trainable_only": save_trainable_only, "variables": variables}
+    options["compression"] = compression
     path = expanded(directory).absolute() if isinstance(directory, str | os.PathLike) else Path()
+    together: AbstractContextManager[Call] = nullcontext(Alone())
+    if processes.are_several():
+        # Of metrics and metadata, those of process 0 are stored; each process stores the position of its own iterator.
+        compared = {"step": step, "directory": str(path), "epoch": epoch, "optimizer": optimizer, **options}
+        together = joint("save", path, compared, doing="saving")
+    with _removing_if_empty(path), together as call:
+        with Checkpointer(directory, **options) as checkpointer:
+            checkpointer._save(
+                step,
+                model,
+                optimizer=optimizer,
+                metrics=metrics,
+                epoch=epoch,
+                metadata=metadata,
+                iterator=iterator,
+                call=call,
+            )
+        call.meet("the end")
+    return checkpointer.directory / str(_count("step", step))
+
+
+@contextmanager
+def _removing_if_empty(path: Path) -> Iterator[None]:
+    """If the with block fails, remove the folders that it made on the way to ``path``, unless they contain anything."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        with Checkpointer(directory, compression=compression, **options) as checkpointer:
-            checkpointer.save(
-                step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
-            )
+        yield
     except BaseException:
-        # Leave no empty folders behind. The first that is not empty, or that another process removed, ends it.
+        # The first that is not empty, or that another process removed, ends it.
         with suppress(OSError):
             for folder in missing:
                 folder.rmdir()
         raise
-    return checkpointer.directory / str(_count("step", step))
 
 
 def _count(argument: str, value: Any) -> int:

@@ -12,6 +12,8 @@ import ctypes
 import functools
 import itertools
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,10 +140,26 @@ def _end_starts() -> None:
             one.join(RETURN_S)
 
 
+def end_stuck(why: str) -> None:
+    """At exit after a process was lost, end this one, whose threads wait for that process and cannot be interrupted."""
+    # Past the buffer of sys.stderr, which os._exit does not flush.
+    os.write(
+        2, f"shardload: {heartbeat().lost}. {why}, which cannot be interrupted: this process was terminated\n".encode()
+    )
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(1)
+
+
 class _Call(threading.local):
     """The call that this thread makes together with all other processes (a `JointCall`), if any."""
 
     name = ""
+    channels: Iterator[int] = itertools.count()
+    """Numbers the channels that are opened in this call; outside of one, those of the process."""
 
     def check(self) -> None:
         """Raise if another process failed in this call; outside of a joint call, do nothing."""
@@ -155,13 +173,13 @@ class Channel:
     """A sequence of message exchanges between processes; all processes make the exchanges in the same order.
 
     ``members`` are the indices of the processes, by default all. The name is the same on all of them; by default it is
-    a number, which matches if they open channels in the same order.
+    a number, which matches if they open channels in the same order. In a joint call, it is a number within that call:
+    a process on which an earlier call failed before it opened a channel still matches the others.
     """
 
-    _numbers = itertools.count()
-
     def __init__(self, name: str | None = None, *, members: Sequence[int] | None = None) -> None:
-        self.name = f"shardload/channel/{next(Channel._numbers) if name is None else name}"
+        within = f"in-{call.name.rpartition('/')[2]}-" if call.name else ""
+        self.name = f"shardload/channel/{f'{within}{next(call.channels)}' if name is None else name}"
         self._members = members
         self._number = 0
 

@@ -62,6 +62,7 @@ class JointCall:
         self._beat.each_beat.append(self._watch)
         # For this thread until `close`: exchanges on other channels also notice when the call fails elsewhere.
         processes.call.name, processes.call.check = self.name, self.check  # type: ignore[method-assign]
+        processes.call.channels = itertools.count()
 
     def close(self) -> None:
         """End the call, whether it succeeded or not: stop looking for failures of other processes."""

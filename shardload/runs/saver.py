@@ -8,6 +8,7 @@ save      wait for the last save · collect what the step contains ─► `Write
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,15 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from shardload.errors import UsageError
 from shardload.processes import Channel
+from shardload.processes.agreement import Topic
 from shardload.runs.best import Best, Monitor, Retention, remover
 from shardload.runs.contents import Contents, Selection, checked_metadata, joined_positions, prepare_serialising
 from shardload.runs.publish import Root
 from shardload.runs.step import StepInfo, StepRecord
-from shardload.runs.writer import Writer
+from shardload.runs.writer import SaveJob, Writer
 from shardload.stores.local import local_target
 from shardload.units import check_choice, is_real
 
@@ -88,12 +91,14 @@ class StepSaver:
         in_background: bool,
         remove_later: bool = False,
         then: Callable[[int, Path], None] | None = None,
+        agree: Callable[[SaveJob], None] = lambda job: None,
     ) -> None:
         """Wait for the last save, then save a step. When this returns, training may change the arrays.
 
         ``record`` has the step's number, epoch and metrics. ``position`` is the position in the data on this process,
         empty if there is none. With ``remove_later``, the next save does not wait until old steps are removed.
-        ``then`` is called with the step's number and folder after publishing.
+        ``then`` is called with the step's number and folder after publishing; ``agree``, with all that the step will
+        contain before anything is written, so that processes can compare it.
         """
         self.writer.wait()
         assert record.step is not None
@@ -113,9 +118,43 @@ class StepSaver:
             timeout_s=self.timeout_s,
             after=after,
         )
+        agree(job)
         self.writer.start(job)
         if not in_background:
             self.writer.wait()
+
+
+def save_topics(job: SaveJob) -> list[Topic]:
+    """Return what must be equal on all processes before they write a step together, in the order to compare."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(job.items["pytree"])
+    arrays = {f"Array {'/'.join(str(key.key) for key in path)!r}": leaf for path, leaf in leaves}
+    same = "the same on every process"
+    return [
+        Topic("the items of the step", lambda: dict.fromkeys(sorted(job.items), "saved"), f"Save {same}"),
+        Topic(
+            "the model",
+            lambda: {name: f"{value.dtype} {tuple(value.shape)}" for name, value in arrays.items()},
+            f"Build {same}",
+        ),
+        Topic("the layouts", lambda: {name: _layout(value) for name, value in arrays.items()}, f"Use {same}"),
+    ]
+
+
+def _layout(value: Any) -> str:
+    # A NumPy array is stored by process 0: one of a model without a distribution.
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return "whole" if sharding is None else type(sharding).__name__
+    entries = [*sharding.spec]
+    while entries and entries[-1] is None:  # P("model") is P("model", None)
+        entries.pop()
+    return f"({', '.join(map(str, entries))}) on {_mesh(sharding.mesh)}"
+
+
+@functools.lru_cache(maxsize=8)
+def _mesh(mesh: jax.sharding.Mesh) -> str:
+    sizes = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"the mesh {sizes} of devices {', '.join(str(device.id) for device in mesh.devices.flat)}"
 
 
 def check_flags(**flags: Any) -> None:

@@ -114,7 +114,9 @@ class Writer:
             staging = self._staging(job.step)
             try:
                 begin = _begin(job, staging)
-                self._worker = Worker(lambda: self._run(job, staging, begin), name=f"shardload-step-{job.step}")
+                # In the worker, too: it stops if the joint call of this thread fails on another process.
+                check = processes.call.check
+                self._worker = Worker(lambda: self._run(job, staging, begin, check), name=f"shardload-step-{job.step}")
             except BaseException as error:  # also for a second Ctrl-C: leave nothing behind
                 failure = _as_failure(error, job, staging)
                 staging.discard()
@@ -202,7 +204,14 @@ class Writer:
         if processes.count() == 1 or isinstance(self._failure, ProcessLostError):
             self.raise_failure()
 
-    def _run(self, job: SaveJob, staging: Staging, begin: Callable[[], orbax_writer.PendingSave]) -> None:
+    def _run(
+        self,
+        job: SaveJob,
+        staging: Staging,
+        begin: Callable[[], orbax_writer.PendingSave],
+        check: Callable[[], None],
+    ) -> None:
+        processes.call.check = check  # type: ignore[method-assign]
         try:
             path = _finish(job, staging, begin, self.channel)
             self.witness.note("training")
@@ -235,6 +244,9 @@ def _finish_all() -> None:
                 writer.settle()
             except ShardloadError as error:  # no caller is left to receive it
                 logging.getLogger("shardload").error("%s", error)
+        # Python would wait for Orbax's threads, and these for a process that is gone, until JAX aborts this one.
+        if processes.are_several() and processes.heartbeat().lost and orbax_writer.is_saving():
+            processes.end_stuck("Threads of Orbax waited for it")
 
 
 # `atexit` runs after the thread pools stopped accepting work, and the step would be lost.
@@ -321,6 +333,7 @@ def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
                 ) from error
         if processes.count() > 1:
             processes.heartbeat().check()
+            processes.call.check()
 
 
 def _digest(job: SaveJob, staging: Staging) -> None:

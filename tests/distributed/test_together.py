@@ -1,4 +1,4 @@
-"""Loads by several processes: all of them succeed alike, or all end soon, for the same reason.
+"""Loads and saves by several processes: all of them succeed alike, or all end soon, for the same reason.
 
 The whole table is in docs/reference/several-processes.md; `make test-together` makes it."""
 
@@ -12,7 +12,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from process_runs import told_by
+from process_runs import Run, told_by
 from progress_calls import Counted
 from safetensors.numpy import save_file
 from together_runs import Case, make_sources, outcomes
@@ -34,6 +34,8 @@ from shardload.pipeline import filling, preparing, source_facts
 from shardload.pipeline.request import LoadWeightsRequest
 from shardload.processes import agreement, error_word, from_elsewhere, joint_call
 from shardload.resolve.opening import OpenedSource
+from shardload.runs.digests import find_damage
+from shardload.runs.listing import list_steps
 from shardload.sharding import devices
 from shardload.sharding.mesh import MeshSpec
 
@@ -44,6 +46,8 @@ SHARE = [
     Case("load", "script", "raise", 1), Case("load", "before", "content", 1), Case("restore", "before", "mesh", 1),
     Case("load_arrays", "headers", "kill", 1), Case("load_arrays", "transfer", "stop", 1),
     Case("load_arrays", "end", "raise", 0), Case("load_arrays", "before", "mesh", 1),
+    Case("save", "write", "stop", 1), Case("save", "publish", "kill", 1), Case("save", "write", "raise", 0),
+    Case("save", "publish", "raise", 1), Case("save", "before", "step", 1), Case("save", "before", "model", 1),
 ]  # fmt: skip
 """Of `together_runs.all_cases`, each stage, kind and call at least once; the quick ones run while the others wait."""
 
@@ -68,6 +72,21 @@ def test_a_load_by_all_is_alike_and_one_by_each_alone_waits_for_nobody(call, sou
         assert first["state"] == second["state"]
     else:
         assert first["loaded"] == second["loaded"]  # 0 loads twice, 1 once
+
+
+@pytest.mark.slow
+def test_a_step_saved_by_all_after_a_save_that_failed_on_one(sources):
+    with Run(2, 4, "2x4", "save", sources[0], "none", "again", 9, module="together_child") as run:
+        first, second = run.finish()
+    assert first["state"] == second["state"]
+    folder = sources[0] / f"saved-{run.port}"
+    (step,) = list_steps(folder)
+    assert (step.step, step.metrics) == (1, {"loss": 0.0})  # those of process 0
+    assert find_damage(step.path) == []
+    for saved, before in zip(
+        shardload.load(folder).weights, shardload.load(sources[0] / "load.keras").weights, strict=True
+    ):
+        assert np.array_equal(saved, before)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ class Run:
     """``processes`` times ``devices``, one batch part for each process of the mesh's first axis."""
 
     def __init__(self, processes, devices, mesh, do, folder, *more, module="process_child"):
-        port = free_port()
+        self.port = port = free_port()
         self.started = [
             warm_start.start(
                 ["-m", module, processes, index, port, devices, mesh, do, folder, *more],

@@ -2,9 +2,10 @@
 
 python -m together_child COUNT INDEX PORT DEVICES MESH CALL SOURCE STAGE KIND VICTIM [OTHER]
 
-The victim raises, is killed, stopped, sees OTHER instead of SOURCE, or is given another mesh: in its ``script``, which
-does not come to the call, or at a stage of its call, ``before`` JAX starts, as ``headers`` are read, in
-mid-``transfer``, or at the ``end`` as initial values are computed.
+The victim raises, is killed, stopped, sees OTHER instead of SOURCE, or is given another mesh, step or model: in its
+``script``, which does not come to the call, or at a stage of its call. Of a load: ``before`` JAX starts, as ``headers``
+are read, in mid-``transfer``, or at the ``end`` as initial values are computed. Of a save: ``before`` the folder is
+made, as it ``begin``s, as arrays are to ``write``, as the step is to ``publish``, or at the ``end``.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -22,19 +24,24 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.errors import MeshError
+from shardload.callbacks import checkpointer
+from shardload.errors import MeshError, ProcessFailedError
 from shardload.keras_bridge import abstraction
+from shardload.loaders.orbax.saving import PendingSave
 from shardload.pipeline import arrays, preparing, request
 from shardload.pipeline.joint_arrays import ArraysRequest
+from shardload.processes import Channel
 from shardload.processes.joint_call import JointCall
 from shardload.progress import Silent
 from shardload.runs.digests import Checker
+from shardload.runs.saver import StepSaver
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
 WIDTH = 256
 CALLS = ("load", "load_weights", "restore", "load_arrays")
-STAGES = ("before", "headers", "transfer", "end")
+STAGES = dict.fromkeys(CALLS, ("before", "headers", "transfer", "end"))
+STAGES["save"] = ("before", "begin", "write", "publish", "end")
 OTHER_MESH = {"2x4": "4x2", "4x2": "2x4", "1x8": "8x1", "1x2": "2x1"}
 
 
@@ -51,26 +58,39 @@ def go_wrong(kind):
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
-def at(stage, kind):
+def at(call, stage, kind):
     """Have this process go wrong when it comes to a stage."""
 
-    def first(original):
+    def first(original, *, where=lambda *_: True):
         def instead(*args, **kwargs):
-            go_wrong(kind)
+            if where(*args):
+                go_wrong(kind)
             return original(*args, **kwargs)
 
         return instead
 
-    if stage == "before":
+    if stage == "before" and call == "save":
+        checkpointer.Monitor = first(checkpointer.Monitor)
+    elif stage == "before":
         request.check_backend = first(request.check_backend)
         ArraysRequest.check = first(ArraysRequest.check)
     if stage == "headers":  # of a source that was found; JAX runs by then
         preparing.prepare_load = first(preparing.prepare_load)
         arrays.plan_transfers = first(arrays.plan_transfers)
     if stage == "end":
-        abstraction.initialise = first(abstraction.initialise)
-        meet = JointCall.meet
-        JointCall.meet = lambda self, what: (first(meet) if what == "the end" else meet)(self, what)
+        if call != "save":
+            abstraction.initialise = first(abstraction.initialise)
+        JointCall.meet = first(JointCall.meet, where=lambda _, what: what == "the end")
+    if stage == "begin":
+        StepSaver.begin = first(StepSaver.begin)
+    if stage == "write":
+        PendingSave.result = first(PendingSave.result)
+    if stage == "publish":  # which process 0 does; the others wait for it
+        Channel.first = first(Channel.first, where=in_worker)
+
+
+def in_worker(*_):
+    return threading.current_thread().name.startswith("shardload-step")
 
 
 class Burning:
@@ -117,7 +137,7 @@ def save(folder, seed):
 
 
 def source_of(folder, call):
-    names = {"load": "load.keras", "local": "load.keras"}
+    names = dict.fromkeys(("load", "local", "save"), "load.keras")
     names |= dict.fromkeys(("load_weights", "load_arrays", "local_arrays"), "load_weights.weights.h5")
     return f"{folder}/{names.get(call, 'restore')}"
 
@@ -194,9 +214,35 @@ def local_arrays(source, *, index):
     return Arrays(made)
 
 
+def save_step(source, *, folder, mesh, kind, progress):
+    """A model on the mesh; or, where the models are to differ, one of each process, which process 0 would store."""
+    if kind == "model":
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4 + jax.process_index())])
+    else:
+        made = shardload.load(source, mesh=mesh)
+    if kind == "again":
+        fail_once(made, folder)
+    step = 2 if kind == "step" and jax.process_index() else 1
+    path = shardload.save(made, folder, step=step, metrics={"loss": jax.process_index()})
+    tell(saved=str(path))
+    return made
+
+
+def fail_once(made, folder):
+    """One process fails before it opens the channel of its writer: in the next call, the two must meet all the same."""
+    found = checkpointer.Monitor
+    if jax.process_index():
+        checkpointer.Monitor = lambda *_, **__: go_wrong("raise")
+    with pytest.raises((ProcessFailedError, CannotError), match="the disk caught fire"):
+        shardload.save(made, folder, step=1)
+    checkpointer.Monitor = found
+
+
 def run(call, source, **options):
     if call == "load":
         return shardload.load(source, **options)
+    if call == "save":
+        return save_step(source, **options)
     if call == "load_arrays":
         return Arrays(shardload.load_arrays(source, by_columns, **options))
     with shardload.abstract():
@@ -228,7 +274,7 @@ def main(*arguments):
     jax.config.update("jax_num_cpu_devices", int(devices))
     jax.distributed.initialize(f"127.0.0.1:{port}", int(count), index)
     if is_victim and kind in ("raise", "kill", "stop"):
-        at(stage, kind)
+        at(call, stage, kind)
     if is_victim and kind == "content":
         folder = arguments[10]
     if is_victim and kind == "mesh":
@@ -246,9 +292,12 @@ def main(*arguments):
     if call == "fallback":
         fall_back(source, sees_damage=is_victim, mesh=mesh)
         return
+    options = {"mesh": mesh, "progress": progress}
+    if call == "save":
+        options |= {"folder": f"{folder}/saved-{port}", "kind": kind}
     try:
         alone_in = {"local": alone, "local_arrays": local_arrays}.get(call)
-        made = alone_in(source, index=index) if alone_in else run(call, source, mesh=mesh, progress=progress)
+        made = alone_in(source, index=index) if alone_in else run(call, source, **options)
     except Exception as error:
         tell(error=str(error), kind=type(error).__name__, s=time.time() - began, seeds=random.getstate() == before)
         raise

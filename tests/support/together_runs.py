@@ -7,6 +7,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,9 @@ from pathlib import Path
 
 from process_runs import ROOT, Run, told
 from together_child import CALLS, STAGES
+
+from shardload.runs.digests import find_damage
+from shardload.runs.listing import list_steps
 
 LIMIT_S = 30.0
 STARTING_S = 240.0
@@ -38,16 +42,20 @@ class Case:
 
     @property
     def cause(self):
-        """What every other process has to say."""
+        """What every other process has to say, as a regular expression."""
         if self.stage in ("import", "script"):
             return f"Process {self.victim} has ended while others waited for it"
         if self.kind == "raise":
-            return f"On process {self.victim}: CannotError: the disk caught fire"
+            # In the thread that writes a step, it is the reason why the step cannot be saved.
+            step = r"(Cannot save step 1 to \S+: )?" if self.call == "save" else ""
+            return f"On process {self.victim}: {step}CannotError: the disk caught fire"
+        if self.kind in ("step", "model"):
+            return f"disagree about the {'model' if self.kind == 'model' else 'arguments. step'}"
         if self.kind in ("content", "mesh"):
             meshes = "meshes" if self.call == "load_arrays" else "mesh"  # a target may have its own
             return f"disagree about the {'source' if self.kind == 'content' else meshes}"
         if self.victim:
-            return f"Process {self.victim} ("
+            return rf"Process {self.victim} \("
         return "Process 0, which runs the coordination service"
 
     @property
@@ -68,13 +76,16 @@ class Outcome:
 
 def all_cases(processes):
     victims = (0, 1) if processes == 2 else (0, processes - 1)
-    for call, stage, kind, victim in itertools.product(CALLS, STAGES, ("raise", "kill", "stop"), victims):
+    stages = [(call, stage) for call in STAGES for stage in STAGES[call]]
+    for (call, stage), kind, victim in itertools.product(stages, ("raise", "kill", "stop"), victims):
         if processes == 2 or victim or kind != "raise":
             yield Case(call, stage, kind, victim, processes)
     yield Case("load", "import", "raise", victims[1], processes)
     yield Case("load", "script", "raise", victims[1], processes)
     for call, kind in itertools.product(CALLS, ("content", "mesh")):
         yield Case(call, "before", kind, victims[1], processes)
+    for kind in ("step", "model"):
+        yield Case("save", "before", kind, victims[1], processes)
 
 
 def make_sources(folder):
@@ -97,7 +108,20 @@ def outcome(case, sources):
         if victim not in outputs:
             victim.kill()
             outputs[victim] = victim.communicate(timeout=60)[0]
-    return judged(case, [outputs[one] for one in run.started], [one.returncode for one in run.started], ended)
+    found = judged(case, [outputs[one] for one in run.started], [one.returncode for one in run.started], ended)
+    if case.call == "save":
+        found.wrong += half_saved(case, sources[0] / f"saved-{run.port}")
+    return found
+
+
+def half_saved(case, folder):
+    """What is wrong with the steps that are there: only what was published may be, and whole."""
+    steps = list_steps(folder) if folder.exists() else []
+    wrong = [f"step {info.step} is damaged" for info in steps if find_damage(info.path)]
+    # Process 0 goes on where it learns after the publishing that another was lost.
+    if steps and (case.stage not in ("publish", "end") or (case.stage == "publish" and not case.victim)):
+        wrong.append(f"the steps {[info.step for info in steps]} are listed")
+    return wrong
 
 
 def _read(one):
@@ -120,7 +144,7 @@ def judged(case, outputs, codes, ended):
         last = next((event["error"] for event in reversed(events[i]) if "error" in event), "")
         said = last or next((line for line in output.splitlines() if line.startswith("shardload: ")), "")
         found.said = found.said or said
-        if case.cause not in said and not (case.is_killed_first and "process 0 has ended" in said):
+        if not re.search(case.cause, said) and not (case.is_killed_first and "process 0 has ended" in said):
             found.wrong.append(f"process {i} said {said!r}, and not {case.cause!r}: {output[-2000:]}")
         if not code:
             found.wrong.append(f"process {i} ended well")

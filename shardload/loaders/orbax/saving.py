@@ -293,6 +293,11 @@ def save_ended(*, failed: bool) -> None:
             warnings.filterwarnings("ignore", _LEFT_BEHIND, RuntimeWarning)
 
 
+def is_saving() -> bool:
+    """Whether Orbax still writes, or waits for other processes, for a save by shardload."""
+    return _saving > 0
+
+
 def is_from_save() -> bool:
     """Whether a save by shardload is in progress, or failed less than `STRAGGLERS_S` ago."""
     return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
