@@ -48,6 +48,7 @@ def load(
     atomic: bool = False,
     format: str | None = None,
     progress: ProgressLike = None,
+    replicas: Literal["auto", "read", "broadcast"] = "auto",
     ignore_config: Sequence[str] = (),
     step: int | Literal["latest", "best"] = "latest",
     warm_up: Mapping[str, Any] | None = None,
@@ -97,6 +98,9 @@ def load(
             ``{"prompts": …, "max_new_tokens": …}``) for `shardload.generate`. ``x`` and ``y`` are one batch as the
             first call will get it; only shapes and dtypes count, so `jax.ShapeDtypeStruct` serves as well. The load
             returns when all is compiled. What cannot be compiled is a note in the report.
+        replicas: How the processes of a `jax.distributed` run get bytes that several of them need. ``"read"``: each
+            reads all that its devices need. ``"broadcast"``: each byte is read by one process, and the others get it
+            from that process by collectives of JAX. ``"auto"``: as is expected to be faster.
 
     Returns:
         The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate. A task has the
@@ -137,6 +141,7 @@ def load(
         atomic=atomic,
         format=format,
         progress=progress,
+        replicas=replicas,
         ignore_config=ignore_config,
         step=step,
         warm_up=warm_up,
@@ -178,6 +183,7 @@ def load_weights(
     atomic: bool = False,
     format: str | None = None,
     progress: ProgressLike = None,
+    replicas: Literal["auto", "read", "broadcast"] = "auto",
     ignore_config: Sequence[str] = (),
     items: Literal["all", "weights"] = "all",
     step: int | Literal["latest", "best"] = "latest",
@@ -207,6 +213,7 @@ def load_weights(
             the learning rate included, and the report says so.
         step: As for `load`.
         warm_up: As for `load`.
+        replicas: As for `load`.
 
     Raises:
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
@@ -225,6 +232,7 @@ def load_weights(
         atomic=atomic,
         format=format,
         progress=progress,
+        replicas=replicas,
         ignore_config=ignore_config,
         items=items,
         step=step,
@@ -264,6 +272,7 @@ def plan(
     task: bool = True,
     format: str | None = None,
     ignore_config: Sequence[str] = (),
+    replicas: Literal["auto", "read", "broadcast"] = "auto",
 ) -> PlanReport:
     """Plan a load from headers alone: which bytes are read and where they go; needs neither devices nor weights.
 
@@ -279,11 +288,13 @@ def plan(
         host_memory_bytes: As for `load`.
         device_memory_bytes: Bytes of one device, or text like ``"16GiB"``: the report says whether the plan fits.
         hosts: Number of processes that load together, each with equally many devices, which follow each other in the
-            mesh: the report says how much each of them reads. One process by default.
+            mesh: the report says how much each of them reads, and how much it receives from others if each byte is
+            read by one of them. One process by default.
         ignore: As for `load`.
         task: As for `load`.
         format: As for `load`.
         ignore_config: As for `load`.
+        replicas: As for `load`, with ``hosts``.
     """
     request = PlanRequest(
         source=source,
@@ -298,6 +309,7 @@ def plan(
         task=task,
         format=format,
         ignore_config=ignore_config,
+        replicas=replicas,
     )
     request.check()
     return pipeline.plan_load(request)

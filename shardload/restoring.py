@@ -59,6 +59,7 @@ def restore(
     host_memory_bytes: int | str | None = None,
     progress: ProgressLike = None,
     warm_up: Mapping[str, Any] | None = None,
+    replicas: Literal["auto", "read", "broadcast"] = "auto",
 ) -> LoadReport:
     """Fill a model with a step of a training run.
 
@@ -84,6 +85,7 @@ def restore(
         host_memory_bytes: As for `load_weights`.
         progress: As for `load_weights`.
         warm_up: As for `load`, but for ``"predict"`` and ``"train"`` only.
+        replicas: As for `load_weights`.
 
     Returns:
         The report; its notes name the step, and whether its bytes were verified.
@@ -116,6 +118,7 @@ def restore(
         host_memory_bytes=host_memory_bytes,
         progress=progress,
         warm_up=warm_up,
+        replicas=replicas,
     )
     restored = run_restore(request)
     if items == "all" and restored.info.url is None:  # runs continue in their own local folder

@@ -46,6 +46,7 @@ def load(
     prompt: options.Prompt = None,
     max_new_tokens: options.MaxNewTokens = None,
     warm_up: options.WarmUpOption = False,
+    replicas: options.ReplicasOption = options.ReplicasChoice.AUTO,
     platform: options.PlatformOption = None,
     distributed: options.Distributed = False,
     coordinator_address: options.CoordinatorAddress = None,
@@ -61,8 +62,8 @@ def load(
     """Load a checkpoint onto a mesh and report what went where.
 
     With --distributed, processes that one launcher started (srun, mpirun) load together. With --num-processes, run the
-    same command in each process, with its own --process-id. Each process reads what its devices need; process 0 reports
-    for all.
+    same command in each process, with its own --process-id. Each process reads what its devices need, or, as --replicas
+    says, each byte is read by one process; process 0 reports for all.
 
     Examples:
     $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -120,6 +121,7 @@ def load(
                     step=which,
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),
+                    replicas=replicas.value,
                     progress=progress,
                     warm_up={"generate": {"prompts": prompt, "max_new_tokens": new_tokens, "tokenizer": words}}
                     if warm_up
@@ -192,6 +194,7 @@ def plan(
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
     hosts: options.Hosts = None,
+    replicas: options.ReplicasOption = options.ReplicasChoice.AUTO,
     train: options.TrainOption = None,
     batch: options.BatchOption = None,
     sequence: options.SequenceOption = None,
@@ -269,6 +272,7 @@ def plan(
                     ignore=ignore or (),
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),
+                    replicas=replicas.value,
                 )
         if searched:
             _write(found.plan, save_plan, svg)

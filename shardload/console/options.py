@@ -41,6 +41,14 @@ class SynthFormat(StrEnum):
     PRESET = "preset"
 
 
+class ReplicasChoice(StrEnum):
+    """Values of ``--replicas``: how processes that load together get bytes that several of them need."""
+
+    AUTO = "auto"
+    READ = "read"
+    BROADCAST = "broadcast"
+
+
 def dtype(text: str) -> str:
     """Parse ``--dtype``: return the canonical name of a floating-point dtype, ``bfloat16`` for ``bf16``."""
     # dtype_name knows every dtype of a tensor, but weights are loaded in a floating-point one.
@@ -340,6 +348,13 @@ Hosts = Annotated[
         metavar="N",
         min=1,
         help="Say what each of N hosts reads, which share the mesh's devices equally, in its order.",
+    ),
+]
+ReplicasOption = Annotated[
+    ReplicasChoice,
+    typer.Option(
+        "--replicas",
+        help="How processes get bytes that several of them need: each reads them, or one reads and broadcasts them.",
     ),
 ]
 PlatformOption = Annotated[

@@ -35,6 +35,7 @@ from shardload.reports import LoadReport
 from shardload.stores.location import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.casts import is_float, overflow_notes
+from shardload.transfer.exchange import VariableExchange
 from shardload.transfer.read_tensor import read_tensor
 
 
@@ -45,33 +46,45 @@ def fill_variables(
     *,
     progress: Progress,
     on_failure: OnFailure,
-    on_filled: Callable[[], None] = lambda: None,
+    meet: Callable[[str], None] = lambda what: None,
     warming: Warming,
 ) -> LoadReport:
     """Read the planned tensors into the model's variables, initialise those without a tensor, and return the report.
 
     ``files``: fingerprint of the checkpoint's files from when their headers were read; if it differs now, the load
-    fails. ``on_filled`` is called when this process has all new values and can still restore the old ones. ``warming``
-    compiles steps of the model meanwhile.
+    fails. ``meet`` waits for all processes that load together. It is called before they exchange what they read, and
+    when this process has all new values and can still restore the old ones. ``warming`` compiles steps of the
+    model meanwhile.
     """
     files.check()
     with _rollback(prepared, files, on_failure) as assigner, warming.running(prepared, clock), clock("transfer"):
+        devices, owners = prepared.devices.devices, prepared.owners
+        exchange = None
+        if owners is not None and owners.exchanges:
+            bindings, manifest = prepared.mapping.bindings, prepared.manifest
+            options: dict[str, Any] = {"devices": devices, "meet": meet, "on_ready": assigner.ready}
+            exchange = VariableExchange(owners, bindings, manifest, **options)
         progress.start(prepared.plan.read_bytes, f"Loading {prepared.model.name}")
         try:
             stats = execution.execute(
                 prepared.plan,
                 prepared.manifest,
-                devices=prepared.devices.devices,
+                devices=devices,
                 on_start=assigner.starting,
-                on_ready=assigner.ready,
+                on_ready=assigner.ready if exchange is None else exchange.ready,
                 progress=progress.advance,
                 check=prepared.source.checker,
+                shardings=None if exchange is None else exchange.shardings,
             )
+            if exchange is not None:
+                exchange.finish()
         finally:
             progress.stop()
+            if exchange is not None:
+                exchange.close()
         # A file rewritten in place while it was read keeps its size: the bytes may be a mixture of both.
         files.check()
-        assigner.finish(on_filled)
+        assigner.finish(lambda: meet("the end of the transfer"))
     # Outside of the rollback: all values of the checkpoint are in place, and on other processes too.
     with clock("build"):
         initialised = abstraction.initialise(prepared.model)
@@ -169,7 +182,13 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
         Topic("the dtype", dtypes, f"Pass {same}, or build the model with it"),
         Topic("the model", lambda: _model(prepared), f"Build {same}", paths),
         Topic("the layout", lambda: {f"Variable {i}": str(row.layout) for i, row in rows}, f"Use {same}", paths),
+        Topic("which process reads what", lambda: _owners(prepared), "Use one version of shardload"),
     ]
+
+
+def _owners(prepared: PreparedLoad) -> Facts:
+    choices = () if prepared.owners is None else prepared.owners.choices
+    return {f"Variable {i}": f"{choice.strategy} {choice.layout}" for i, choice in enumerate(choices)}
 
 
 def _model(prepared: PreparedLoad) -> Facts:

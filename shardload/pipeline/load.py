@@ -44,6 +44,7 @@ from shardload.mapping.built_optimizers import slots_as_stored
 from shardload.mapping.stored_values import load_stored_values
 from shardload.pipeline import filling, preparing, reporting
 from shardload.pipeline.compiling import Lower, Warming
+from shardload.pipeline.hosts import host_reads
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import (
     Construction,
@@ -68,6 +69,7 @@ from shardload.sharding.devices import (
     resolve_devices,
 )
 from shardload.stores.location import Fingerprint
+from shardload.transfer.owners import process_numbers
 from shardload.typing import LayoutLike, MeshLike
 from shardload.units import plural
 
@@ -204,6 +206,8 @@ def run_load(
                     budget_bytes=request.budget_bytes,
                     optimizer=optimizer,
                     notes=(*why_uncompiled, *unused),
+                    process_of=None if call.is_alone else process_numbers(devices.devices),
+                    replicas=request.reading,
                 ).validated()
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)
@@ -221,7 +225,7 @@ def run_load(
                 files,
                 progress=call.watched(request.reporter),
                 on_failure=request.on_failure,
-                on_filled=lambda: call.meet("the end of the transfer"),
+                meet=call.meet,
                 warming=Warming(request.warming, lower, has_files=folder is not None),
             )
             report = reporting.with_rates(filled, rates, learning_rates_of(model))
@@ -281,7 +285,7 @@ def plan_load(request: PlanRequest) -> PlanReport:
         prepared = preparing.prepare_load(
             source, model, devices, layout=layout, matching=request.matching, budget_bytes=request.budget_bytes
         )
-        hosts = None if request.hosts is None else preparing.host_reads(prepared, request.hosts)
+        hosts = None if request.hosts is None else host_reads(prepared, request.hosts, request.reading)
     return reporting.plan_report(
         prepared, clock, layout=layout, device_memory_bytes=request.device_budget_bytes, hosts=hosts
     )

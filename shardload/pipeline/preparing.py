@@ -22,11 +22,11 @@ from shardload.mapping.stored_values import lacking_values, stored_values
 from shardload.mapping.variable_map import Mismatch, VariableMap
 from shardload.parallel import LayoutChoice, choose
 from shardload.pipeline.request import Matching
-from shardload.reports import HostReads
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.transfer.casts import is_float
-from shardload.transfer.planning import LoadPlan, plan_transfers
+from shardload.transfer.owners import OwnerPlan, Replicas, plan_owners
+from shardload.transfer.planning import LoadPlan, needed_by_tensor, plan_transfers
 from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import LayoutLike
 
@@ -61,11 +61,21 @@ class PreparedLoad:
     """Number of bytes read to decide which tensors are ``outside``: values compared with copies or with zeros."""
     why_unused: Mapping[str, str] = field(default_factory=dict)
     """For unused tensors, by name, the reason why the model does not use them, if it is known."""
+    owners: OwnerPlan | None = None
+    """Which process reads what, and what they exchange; ``None`` if one process loads alone."""
 
     @property
     def manifest(self) -> Manifest:
         """The checkpoint's headers."""
         return self.source.manifest
+
+    @property
+    def needed_bytes(self) -> int:
+        """Stored bytes that this process's shards need, each counted once, no matter which process reads them."""
+        if self.owners is None or not self.owners.exchanges:
+            return self.plan.needed_bytes
+        found = needed_by_tensor(self.manifest, self.mapping.bindings, positions=self.plan.positions)
+        return sum(found.values())
 
     @property
     def computed_bytes(self) -> int:
@@ -141,8 +151,13 @@ def prepare_load(
     budget_bytes: int | None,
     optimizer: bool = True,
     notes: Sequence[str] = (),
+    process_of: Sequence[int] | None = None,
+    replicas: Replicas = "auto",
 ) -> PreparedLoad:
-    """Decide which tensor fills which variable, in which layout, and what is read when; the model is not changed."""
+    """Decide which tensor fills which variable, in which layout, and what is read when; the model is not changed.
+
+    ``process_of`` has the process of each mesh position, if several load together.
+    """
     manifest, ignored = source.manifest, matching.ignore_config
     # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)
@@ -160,9 +175,14 @@ def prepare_load(
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
     # Layouts come after mapping, because rules look at variables, and before planning, which needs every shard.
     mapping = replace(mapping, bindings=tuple(replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings))
+    owners = None
+    if process_of is not None and mapping.bindings:
+        on_cpu = any(device is not None and device.platform == "cpu" for device in devices.devices)
+        options: dict[str, Any] = {"process_of": process_of, "replicas": replicas, "on_cpu": on_cpu}
+        owners = plan_owners(manifest, mapping.bindings, **options)
     plan = plan_transfers(
         manifest,
-        mapping.bindings,
+        mapping.bindings if owners is None else owners.bindings(mapping.bindings),
         host_memory_bytes=budget_bytes,
         positions=local_positions(devices),
         # Bytes to verify must pass through memory that is not yet a shard's.
@@ -170,7 +190,8 @@ def prepare_load(
         # The devices of a plan are None: it is made as for CPU devices.
         uploads=any(device is not None and device.platform != "cpu" for device in devices.devices),
     )
-    found = PreparedLoad(source, model, devices, matching, mapping, layouts, plan, (*source.notes, *notes))
+    notes = (*source.notes, *notes)
+    found = PreparedLoad(source, model, devices, matching, mapping, layouts, plan, notes, owners=owners)
     # Only a model built from the description shows which tensors lie outside of it; any other may be the wrong one.
     if not matching.builds:
         return found
@@ -183,46 +204,4 @@ def prepare_load(
         outside=sorted_out.outside,
         why_unused=sorted_out.why,
         compared_bytes=sorted_out.read_bytes,
-    )
-
-
-_PLANNED_HOSTS = 16
-"""Most hosts whose reads are planned one by one: each takes half a second for a model of 405 B parameters."""
-
-
-def host_reads(prepared: PreparedLoad, hosts: int) -> HostReads:
-    """Return what each of ``hosts`` processes reads if they share the devices of a planned load equally.
-
-    Hosts whose devices have the same shards read the same bytes, so one of each such kind is planned.
-    """
-    bindings, devices = prepared.mapping.bindings, prepared.devices.mesh.size // hosts
-    boxes = [layout.bounds(shape) for layout, shape in {(b.layout, b.view.shape) for b in bindings}]
-    kinds: dict[tuple[frozenset[int], ...], list[int]] = {}
-    for first in range(0, prepared.devices.mesh.size, devices):
-        # Equal boxes are one object (`Layout.bounds`).
-        shards = tuple(frozenset(map(id, every[first : first + devices])) for every in boxes)
-        kinds.setdefault(shards, []).append(first)
-    alike = list(kinds.values())
-    if len(alike) > _PLANNED_HOSTS:
-        alike = [alike[i * (len(alike) - 1) // (_PLANNED_HOSTS - 1)] for i in range(_PLANNED_HOSTS)]
-    plans = [
-        plan_transfers(
-            prepared.manifest,
-            bindings,
-            host_memory_bytes=prepared.plan.host_memory_bytes,
-            positions=range(first, first + devices),
-            scatter=prepared.source.checker is None,
-        )
-        for first, *_ in alike
-    ]
-    computed = prepared.computed_bytes
-    read = sum(len(same) * (plan.read_bytes + computed) for same, plan in zip(alike, plans, strict=True))
-    return HostReads(
-        hosts=hosts,
-        devices=devices,
-        needed=max(plan.needed_bytes for plan in plans) + computed,
-        read=max(plan.read_bytes for plan in plans) + computed,
-        total_read=read * hosts // sum(map(len, alike)),
-        kinds=len(kinds),
-        planned=len(plans),
     )

@@ -135,7 +135,7 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
     return {
         "source": prepared.manifest.source,
         "format": prepared.manifest.format,
-        "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes),
+        "bytes": ByteCounts(prepared.needed_bytes + computed_bytes, read_bytes),
         "seconds": Stages(
             *(spent("build"), spent("plan"), spent("transfer")),
             total=clock.total_s,

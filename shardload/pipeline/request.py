@@ -26,6 +26,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.devices import device_list, has_mesh, mesh_of
 from shardload.sharding.mesh import planned_mesh
 from shardload.transfer.casts import ENABLE_64_BITS
+from shardload.transfer.owners import Replicas
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED, byte_count, check_choice, check_kind, check_name_map, dtype_name
 
@@ -119,6 +120,7 @@ class _Arguments:
     devices: Sequence[Any] | None = None
     progress: ProgressLike = None
     warm_up: Mapping[str, Any] | None = None
+    replicas: Replicas = "auto"
 
     compared_names: ClassVar[tuple[str, ...]] = ()
     """Names of arguments that must be equal on all processes. Mesh, layout and dtype are not among them: what follows
@@ -147,6 +149,12 @@ class _Arguments:
     def warming(self) -> WarmUp:
         """The steps to compile during the load, checked."""
         return WarmUp.of(self.warm_up, more=self.text_steps)
+
+    @cached_property
+    def reading(self) -> Replicas:
+        """How processes get bytes that several of them need, checked."""
+        check_choice("replicas", self.replicas, get_args(Replicas))
+        return self.replicas
 
     @cached_property
     def reporter(self) -> Progress:
@@ -192,7 +200,7 @@ class LoadRequest(_Building):
 
     compared_names = (
         *("step", "strict", "atomic", "ignore", "ignore_config"),
-        *("task", "compile", "safe_mode", "custom_objects"),
+        *("task", "compile", "safe_mode", "custom_objects", "replicas"),
     )
 
     strict: bool = True
@@ -229,7 +237,8 @@ class LoadRequest(_Building):
         """Raise if an argument is of the wrong kind or out of range: `Placement` and the other parts check theirs."""
         _check_flag("atomic", self.atomic)
         check_backend()
-        _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter, self.warming
+        _ = self.construction, self.matching, self.budget_bytes, self.reading, self.placement, self.reporter
+        _ = self.warming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +246,7 @@ class LoadWeightsRequest(_Filling):
     """One call of `shardload.load_weights`: its arguments, under the same names."""
 
     function: ClassVar[str] = "load_weights"
-    compared_names = ("step", "items", "names", "strict", "atomic", "ignore_config")
+    compared_names = ("step", "items", "names", "strict", "atomic", "ignore_config", "replicas")
 
     source: PathLike
     format: str | None = None
@@ -265,7 +274,7 @@ class LoadWeightsRequest(_Filling):
     def check(self) -> None:
         """Raise if an argument is of the wrong kind or out of range, or the model is not built or has no weights."""
         _check_flag("atomic", self.atomic)
-        _ = self.matching, self.budget_bytes
+        _ = self.matching, self.budget_bytes, self.reading
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
         check_keras_model(self.model, built=not self.as_keras)
         _ = self.placement, self.reporter, self.warming
@@ -301,7 +310,8 @@ class PlanRequest(_Building):
         check_backend()
         if self.hosts is not None and (type(self.hosts) is not int or self.hosts < 1):
             raise UsageError(f"Cannot use hosts={self.hosts!r}: expected a number of hosts, such as 2")
-        _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.placement, self.reporter
+        _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.reading
+        _ = self.placement, self.reporter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +321,7 @@ class RestoreRequest(_Filling):
     function: ClassVar[str] = "restore"
     loads_optimizer: ClassVar[bool] = True
     text_steps: ClassVar[tuple[str, ...]] = ()
-    compared_names = ("step", "items", "rename", "names", "strict", "atomic", "fallback")
+    compared_names = ("step", "items", "rename", "names", "strict", "atomic", "fallback", "replicas")
 
     directory: PathLike
     step: int | Literal["latest", "best"] = "latest"
@@ -335,7 +345,7 @@ class RestoreRequest(_Filling):
         """Raise if an argument is of the wrong kind or out of range, or the model is not built or has no weights."""
         check_choice("fallback", self.fallback, (None, "previous"))
         _check_flag("atomic", self.atomic)
-        _ = self.matching, self.budget_bytes
+        _ = self.matching, self.budget_bytes, self.reading
         check_keras_model(self.model)
         _ = self.placement, self.reporter, self.warming
 

@@ -9,7 +9,8 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
     missing, unused, cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed,
     initialised, outside[{tensor, reason}], dtypes, notes
     fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
-    hosts{hosts, devices, needed, read, total_read, kinds, planned}                                     plans only
+    hosts{hosts, devices, needed, read, total_read, kinds, planned,
+          shared{read, total_read, received, exchanged, is_chosen, reasons[{variable, strategy, why}]}} plans only
 
 Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them. The table::
 
@@ -47,6 +48,8 @@ from shardload.reports.facts import (
     LayoutSummary,
     Mismatched,
     Outside,
+    ReadReason,
+    SharedReads,
     Stages,
 )
 from shardload.sharding.layout import Fallback
@@ -332,6 +335,19 @@ def _hosts(found: HostReads, *, needed: int) -> str:
         f"{format_bytes(found.needed)} needed; together {format_bytes(found.total_read)}, "
         f"{'no more than' if times == '1' else f'{times} times'} what the mesh needs"
         f"{f' (estimated from {found.planned} of {found.kinds} kinds of hosts)' if estimated else ''}"
+        f"{'' if found.shared is None else _shared(found.shared, needed=needed)}"
+    )
+
+
+def _shared(found: SharedReads, *, needed: int) -> str:
+    if not found.exchanged:
+        return ""
+    quotient = f"{found.total_read / needed if needed else 1.0:.3g}"
+    return (
+        f"\nIf each byte is read by one host: each reads {format_bytes(found.read)} and receives "
+        f"{format_bytes(found.received)} from others; together {format_bytes(found.total_read)}, "
+        f"{'no more than' if quotient == '1' else f'{quotient} times'} what the mesh needs. "
+        f"{'The load does so' if found.is_chosen else 'The load does so with replicas=broadcast'}"
     )
 
 
@@ -414,6 +430,8 @@ __all__ = [
     "Mismatched",
     "Outside",
     "PlanReport",
+    "ReadReason",
     "Report",
+    "SharedReads",
     "Stages",
 ]

@@ -88,10 +88,43 @@ class HostBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedReads:
+    """What each host reads and receives if every byte is read by one host, and others that need it get it from there.
+
+    Chunks that decode as a whole may still be read by several hosts, and so are small variables, and those of which no
+    dim divides into parts for all hosts.
+    """
+
+    read: int
+    """Bytes that a host reads, on average."""
+    total_read: int
+    """Bytes that all hosts read together."""
+    received: int
+    """Bytes that a host receives from others."""
+    exchanged: int
+    """Number of variables that hosts exchange; of the others, each host reads what its devices need."""
+    is_chosen: bool
+    """Whether the load would do so: with ``replicas="auto"``, if that is expected to be faster on accelerators."""
+    reasons: tuple[ReadReason, ...] = ()
+    """For each variable, how it is read, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReason:
+    """How processes that load together read one variable, and why."""
+
+    variable: str
+    strategy: str
+    """``alone``: no byte is needed by two of them; ``read``: each reads what it needs; ``broadcast``: one reads."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostReads:
     """What each host reads in a planned load by several hosts, which have equally many devices each.
 
-    A host reads what its own devices need, so bytes that devices of several hosts need are read by each of these hosts.
+    Unless said otherwise, a host reads what its own devices need, so bytes that devices of several hosts need are read
+    by each of these hosts.
     """
 
     hosts: int
@@ -107,6 +140,8 @@ class HostReads:
     """Kinds of hosts: those of one kind have the same shards, so they read the same bytes."""
     planned: int
     """Kinds of which one host was planned. If there are more kinds, all numbers of bytes are estimates from these."""
+    shared: SharedReads | None = None
+    """What hosts read if every byte is read by one of them; ``None`` for one host, or with ``replicas="read"``."""
 
 
 @dataclass(frozen=True, slots=True)

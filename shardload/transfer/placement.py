@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import MeshError, TransferError
 from shardload.manifest import View
-from shardload.sharding.layout import Bounds, Layout
+from shardload.sharding.layout import Bounds, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.geometry import largest_stride
 from shardload.transfer.host_memory import arena, stacked_arrays
@@ -46,8 +46,18 @@ def check_devices(mesh: MeshSpec, devices: Sequence[Any]) -> None:
 def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
     """Convert a layout to JAX's `NamedSharding`; ``devices`` has one device per mesh position, in order."""
     check_devices(layout.mesh, devices)
-    spec = (None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in layout.spec)
-    return NamedSharding(jax_mesh(layout.mesh, tuple(devices)), PartitionSpec(*spec))
+    return NamedSharding(jax_mesh(layout.mesh, tuple(devices)), partition_spec(layout.spec))
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    """Convert the spec of a layout to JAX's `PartitionSpec`."""
+    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in spec))
+
+
+def shard_bounds(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
+    """Return the box of a variable that each device of this process stores."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: _bounds(index, shape) for device, index in indices.items()}
 
 
 def assemble(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Bounds, NDArray[Any]]) -> Any:

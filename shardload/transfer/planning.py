@@ -119,7 +119,7 @@ def plan_transfers(
         blocks=blocks,
         positions=local,
         files=tuple(dict.fromkeys(path for name in read for path in paths_of(manifest.tensors[name]))),
-        needed_bytes=planner.needed_bytes(),
+        needed_bytes=sum(planner.needed_by_tensor().values()),
         read_bytes=sum(b.read_bytes for b in blocks),
         # Every split is even, so all positions store equally much.
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in bindings),) * size,
@@ -128,6 +128,12 @@ def plan_transfers(
         runs=tuple(joined_runs(blocks, staged=planner.staged_bytes, limit_bytes=budget // BUDGET_PARTS)),
         budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
     )
+
+
+def needed_by_tensor(manifest: Manifest, bindings: Sequence[Binding], *, positions: Sequence[int]) -> dict[str, int]:
+    """Return how many stored bytes of each tensor the devices at these mesh positions need, each byte counted once."""
+    limits = {"block_bytes": BLOCK_BYTES, "budget": DEFAULT_HOST_MEMORY}
+    return Planner(manifest, tuple(bindings), tuple(positions), **limits, scatter=True).needed_by_tensor()
 
 
 def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool, uploads: bool) -> int:
@@ -421,9 +427,9 @@ class Planner:
         used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
-    def needed_bytes(self) -> int:
-        """Return how many stored bytes this process's shards need. Each tensor counts with at most its stored size."""
-        total = 0
+    def needed_by_tensor(self) -> dict[str, int]:
+        """Return how many stored bytes of each tensor this process's shards need, at most the tensor's stored size."""
+        found = {}
         for name, indices in self.by_tensor.items():
             tensor = self.tensors[name]
             seen: dict[View, set[Bounds]] = {}
@@ -436,8 +442,8 @@ class Planner:
                 real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
                 needed = sum(math.prod(box.shape[d] for d in real) for box in boxes)
                 elements += min(math.prod(view.shape[d] for d in real), needed)
-            total += tensor.stored_bytes * min(elements, tensor.size) // max(1, tensor.size)
-        return total
+            found[name] = tensor.stored_bytes * min(elements, tensor.size) // max(1, tensor.size)
+        return found
 
 
 def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:

@@ -62,6 +62,25 @@ def test_the_table(saved):
     assert "Disk" not in text and "Hosts" not in str(shardload.plan(saved, mesh="1x8"))
 
 
+def test_with_one_reader_each_byte_is_read_once(saved):
+    found = shardload.plan(saved, mesh="2x4", layout=columns_and_rows(), hosts=2)
+    shared, kernels = found.hosts.shared, 2 * 96 * 768 * 4
+    # Only kernels are long enough to be exchanged.
+    assert (shared.exchanged, shared.is_chosen) == (2, False)
+    assert shared.total_read == 2 * found.bytes.needed - kernels and shared.read == -(-shared.total_read // 2)
+    assert shared.received == kernels // 2
+    strategies = {reason.variable: reason.strategy for reason in shared.reasons}
+    assert strategies["up/kernel"] == "broadcast" and strategies["up/bias"] == "read"
+    assert "each reads 292.1 KiB and receives 288.0 KiB from others" in " ".join(str(found).split())
+
+
+def test_nothing_is_shared_where_each_reads(saved):
+    for options in ({"hosts": 2, "replicas": "read"}, {"hosts": 1}):
+        assert shardload.plan(saved, mesh="2x4", layout=columns_and_rows(), **options).hosts.shared is None
+    with pytest.raises(UsageError, match="Cannot use replicas='all': expected 'auto', 'read' or 'broadcast'"):
+        shardload.plan(saved, mesh="1x8", replicas="all")
+
+
 def test_hosts_that_cannot_be(saved):
     with pytest.raises(MeshError, match="Cannot divide the 8 devices of mesh batch=1,model=8 equally among 3 hosts"):
         shardload.plan(saved, mesh="1x8", hosts=3)

@@ -1,0 +1,133 @@
+"""One of several processes that load together, each byte once; prints one JSON object a line.
+
+python -m replicas_child COUNT INDEX PORT DEVICES MESH DO FOLDER [REPLICAS]
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import keras
+import ml_dtypes
+import numpy as np
+from together_child import tell
+from transfer_harness import manifest_of
+
+import shardload
+from shardload.manifest import View
+from shardload.processes import Channel
+from shardload.sharding.devices import resolve_devices
+from shardload.sharding.layout import Layout
+from shardload.transfer.exchange import VariableExchange
+from shardload.transfer.execution import execute
+from shardload.transfer.load_plan import Binding
+from shardload.transfer.owners import plan_owners, process_numbers
+from shardload.transfer.planning import plan_transfers
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [*map(np.dtype, ("int8", "float16", "float32")), np.dtype(ml_dtypes.float8_e4m3fn)]
+SPECS = {
+    "replicated": ((), ()), "columns": ((), ("model",)), "rows": (("model",), ()),
+    "both": (("batch",), ("model",)), "joined": ((), ("batch", "model")), "batch": ((), ("batch",)),
+}  # fmt: skip
+SHAPE = (256, 512)
+
+
+def tensors():
+    """Arrays of random bits, most floats among them odd ones: NaNs with payloads, denormals, infinities."""
+    rng = np.random.default_rng(3)
+    wanted = [(BFLOAT16, spec) for spec in SPECS] + [(dtype, "columns") for dtype in DTYPES]
+    size = SHAPE[0] * SHAPE[1]
+    return {f"{d.name}.{spec}": rng.integers(0, 256, size * d.itemsize, np.uint8).view(d).reshape(SHAPE)
+            for d, spec in wanted}  # fmt: skip
+
+
+def bindings(manifest, mesh):
+    """Each tensor as it is, transposed and in heads, each in turn."""
+    found = []
+    for number, tensor in enumerate(manifest.tensors.values()):
+        spec, (rows, columns) = SPECS[tensor.name.partition(".")[2]], tensor.shape
+        views = [
+            (View.whole(tensor), spec),
+            (View(tensor.name, 0, (columns, rows), (1, columns)), spec),
+            (View(tensor.name, 0, (rows, 16, columns // 16), (columns, columns // 16, 1)), (*spec, ())),
+        ]
+        view, spec = views[number % 3]
+        found.append(Binding(tensor.name, view, tensor.dtype, Layout(mesh, spec)))
+    return found
+
+
+def read_chars():
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def transfer(mesh, folder, replicas):
+    """Load through plan and transfer alone, and compare each shard."""
+    values = tensors()
+    manifest = manifest_of(Path(folder) / f"{jax.process_index()}.bin", values)
+    on = resolve_devices(mesh)
+    wanted = bindings(manifest, on.mesh)
+    plan = plan_owners(manifest, wanted, process_of=process_numbers(on.devices), replicas=replicas)
+    found = {}
+    channel = Channel("exchanges")
+    options = {"meet": lambda _: channel.together(lambda: None), "on_ready": found.__setitem__}
+    exchange = VariableExchange(plan, wanted, manifest, devices=on.devices, **options)
+    positions = [i for i, d in enumerate(on.devices) if d.process_index == jax.process_index()]
+    reads = plan_transfers(manifest, plan.bindings(wanted), host_memory_bytes=None, positions=positions)
+    before = read_chars()
+    stats = execute(reads, manifest, devices=on.devices, on_ready=exchange.ready, shardings=exchange.shardings)
+    exchange.finish()
+    read = read_chars() - before
+    wrong = [b.name for b in wanted if not same(found[b.name], as_seen(values[b.name], b.view), b.layout, on)]
+    strategies = {b.name: c.strategy for b, c in zip(wanted, plan.choices, strict=True)}
+    tell(read=stats.read_bytes, planned=reads.read_bytes, chars=read, wrong=wrong, strategies=strategies,
+         whole=manifest.nbytes, predicted=sum(c.read_bytes for c in plan.choices))  # fmt: skip
+
+
+def as_seen(value, view):
+    return np.lib.stride_tricks.as_strided(value, view.shape, [t * value.itemsize for t in view.strides])
+
+
+def same(array, value, layout, on):
+    boxes = dict(zip(on.devices, layout.bounds(value.shape), strict=True))
+    pairs = ((np.asarray(s.data), value[boxes[s.device].slices]) for s in array.addressable_shards)
+    return array.dtype == value.dtype and all(a.tobytes() == np.ascontiguousarray(b).tobytes() for a, b in pairs)
+
+
+LAYOUT = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
+
+
+def saved(folder):
+    """A model whose kernels are split by columns and by rows, and that has variables whole on each device."""
+    inputs = keras.Input((8,), dtype="int32")
+    x = keras.layers.Embedding(512, 128, name="tokens")(inputs)
+    x = keras.layers.Dense(1024, name="up")(x)
+    x = keras.layers.Dense(128, name="down")(x)
+    model = keras.Model(inputs, keras.layers.LayerNormalization()(x))
+    model.save(folder / "model.keras")
+    return folder / "model.keras"
+
+
+def load(mesh, source, replicas):
+    """Load together, and alone onto one device, and compare the values."""
+    model = shardload.load(source, mesh=mesh, layout=LAYOUT, replicas=replicas)
+    report = shardload.report(model)
+    alone = shardload.load(source, devices=jax.local_devices()[:1])
+    pairs = [(one, np.asarray(other.value)) for one, other in zip(model.weights, alone.weights, strict=True)]
+    wrong = [one.path for one, value in pairs for shard in one.value.addressable_shards
+             if np.asarray(shard.data).tobytes() != value[shard.index].tobytes()]  # fmt: skip
+    tell(wrong=wrong, report=report.to_json(), whole=shardload.report(alone).bytes.needed)
+
+
+def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  # noqa: PLR0917
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    if int(count) > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+    sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
+    {"transfer": transfer, "load": load}[do](mesh, folder, replicas)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
