@@ -232,9 +232,12 @@ def run_load(
         if matching.items in ("all", "weights"):
             notes = _load_besides_variables(matching, model, source.manifest, folder)
             report = replace(report, notes=(*report.notes, *notes))
+    shares = _shares(call, report)
+    if shares:
+        report = replace(report, cluster=reporting.cluster_bytes(prepared, [share.bytes.read for share in shares]))
     record = record_of(model)
     record.report, record.loading_since = report, clock.began_s
-    return Loaded(model, report, source.manifest, _shares(call, report))
+    return Loaded(model, report, source.manifest, shares)
 
 
 def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:

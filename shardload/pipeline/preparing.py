@@ -74,8 +74,15 @@ class PreparedLoad:
         """Stored bytes that this process's shards need, each counted once, no matter which process reads them."""
         if self.owners is None or not self.owners.exchanges:
             return self.plan.needed_bytes
-        found = needed_by_tensor(self.manifest, self.mapping.bindings, positions=self.plan.positions)
-        return sum(found.values())
+        return self._needed_at(self.plan.positions)
+
+    @property
+    def mesh_bytes(self) -> int:
+        """Stored bytes that all devices of the mesh need, each byte counted once."""
+        return self._needed_at(range(self.devices.mesh.size))
+
+    def _needed_at(self, positions: Sequence[int]) -> int:
+        return sum(needed_by_tensor(self.manifest, self.mapping.bindings, positions=positions).values())
 
     @property
     def computed_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from shardload.parallel.choosing import belongs_to_a_mesh
 from shardload.reports import (
     ByteCounts,
     Cast,
+    ClusterBytes,
     DeviceUse,
     Fit,
     HostBytes,
@@ -94,6 +95,20 @@ def load_report(
         **facts,
         # An optimizer or a metric that starts from scratch is expected, so only the model's own are listed.
         initialised=tuple(path for path in initialised if path in own),
+    )
+
+
+def cluster_bytes(prepared: PreparedLoad, read: Sequence[int]) -> ClusterBytes:
+    """Return what processes that loaded together read, ``read`` bytes each, and what they exchanged."""
+    choices = () if prepared.owners is None else prepared.owners.choices
+    needed = prepared.mesh_bytes + prepared.computed_bytes
+    return ClusterBytes(
+        needed=needed,
+        total_read=sum(read),
+        ratio=sum(read) / needed if needed else 1.0,
+        read=tuple(read),
+        received=(sum(choice.received_bytes for choice in choices),) * len(read),
+        exchanged=sum(bool(choice.moves) for choice in choices),
     )
 
 

@@ -8,6 +8,7 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
     host_bytes{budget, peak_staging}, layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]},
     missing, unused, cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed,
     initialised, outside[{tensor, reason}], dtypes, notes
+    cluster{needed, total_read, ratio, read, received, exchanged}                                       loads only
     fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
     hosts{hosts, devices, needed, read, total_read, kinds, planned,
           shared{read, total_read, received, exchanged, is_chosen, reasons[{variable, strategy, why}]}} plans only
@@ -41,6 +42,7 @@ from rich.text import Text
 from shardload.reports.facts import (
     ByteCounts,
     Cast,
+    ClusterBytes,
     DeviceUse,
     Fit,
     HostBytes,
@@ -159,6 +161,9 @@ class Report:
 class LoadReport(Report):
     """The report of a load that ran."""
 
+    cluster: ClusterBytes | None = None
+    """What all processes read and exchanged; ``None`` if one process loaded alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanReport(Report):
@@ -212,6 +217,8 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
         yield "Hosts", Text(_hosts(hosts, needed=report.bytes.needed))
     else:
         yield "Disk", Text(_disk(report))
+    if (cluster := getattr(report, "cluster", None)) is not None:
+        yield "Processes", Text(_cluster(cluster))
     staged, budget = format_bytes(report.host_bytes.peak_staging), format_bytes(report.host_bytes.budget)
     yield "Host memory", Text(f"{staged} peak staging of {budget}")
     yield "Time", _stages(report, block)
@@ -339,6 +346,16 @@ def _hosts(found: HostReads, *, needed: int) -> str:
     )
 
 
+def _cluster(found: ClusterBytes) -> str:
+    ratio = f"{found.ratio:.3g}"
+    received = f", and received at most {format_bytes(max(found.received))} from others" if found.exchanged else ""
+    return (
+        f"{plural(len(found.read), 'process')} read {format_bytes(found.total_read)} together, "
+        f"{'no more than' if ratio == '1' else f'{ratio} times'} the {format_bytes(found.needed)} that the mesh needs; "
+        f"each read at most {format_bytes(max(found.read))}{received}"
+    )
+
+
 def _shared(found: SharedReads, *, needed: int) -> str:
     if not found.exchanged:
         return ""
@@ -420,6 +437,7 @@ def printable(text: str, *, keep: str = "") -> str:
 __all__ = [
     "ByteCounts",
     "Cast",
+    "ClusterBytes",
     "DeviceUse",
     "Fallback",
     "Fit",

@@ -110,6 +110,24 @@ class SharedReads:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterBytes:
+    """How many bytes left storage in a load by several processes, and how many they exchanged."""
+
+    needed: int
+    """Bytes of the checkpoint that the model needs on all devices, each byte counted once."""
+    total_read: int
+    """Bytes that all processes read together."""
+    ratio: float
+    """``total_read`` divided by ``needed``: 1 if each byte was read by one process."""
+    read: tuple[int, ...]
+    """Bytes that each process read."""
+    received: tuple[int, ...]
+    """Bytes that each process received from others."""
+    exchanged: int
+    """Number of variables that the processes exchanged."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadReason:
     """How processes that load together read one variable, and why."""
 

@@ -1,7 +1,11 @@
 """Several processes load together, and each byte leaves storage once: the others get it by exchange."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
-from process_runs import told_by
+from process_runs import Run, told, told_by
 from replicas_child import saved
 
 pytestmark = pytest.mark.slow
@@ -29,8 +33,35 @@ def test_bits_are_exact_and_read_once(tmp_path, processes, devices, mesh):
 def test_a_model_loads_as_in_one_process(source, mesh, replicas):
     told = told_by(2, 4, mesh, "load", source, replicas, module="replicas_child")
     assert [one["wrong"] for one in told] == [[], []]
-    together = sum(one["report"]["bytes"]["read"] for one in told)
+    cluster, whole = told[0]["report"]["cluster"], told[0]["whole"]
+    assert cluster == told[1]["report"]["cluster"] and cluster["needed"] == whole
+    assert cluster["read"] == [one["report"]["bytes"]["read"] for one in told]
+    assert cluster["total_read"] == sum(cluster["read"])
+    assert cluster["ratio"] == pytest.approx(cluster["total_read"] / whole, abs=1e-5)  # rounded in JSON
     if replicas == "broadcast":
-        assert together <= 1.05 * told[0]["whole"]
+        assert cluster["ratio"] <= 1.05 and cluster["exchanged"] and min(cluster["received"]) > 0
     else:
-        assert together > 1.3 * told[0]["whole"]
+        assert cluster["ratio"] > 1.3 and not cluster["exchanged"] and cluster["received"] == [0, 0]
+
+
+def test_a_process_that_dies_in_an_exchange_ends_the_others_with_the_cause(source):
+    with ThreadPoolExecutor(3) as pool:
+        found = dict(zip(CAUSES, pool.map(partial(end_of, source), CAUSES), strict=True))
+    for kind, (said, seconds) in found.items():
+        assert said.startswith(CAUSES[kind]) or f"shardload: {CAUSES[kind]}" in said, kind
+        assert seconds < 30, kind
+
+
+CAUSES = {"kill": "Process 1 (", "stop": "Process 1 (", "raise": "On process 1: CannotError: the disk caught fire"}
+
+
+def end_of(source, kind):
+    """What process 0 says last, and how many seconds after process 1 died, or raised, it ends."""
+    with Run(2, 4, "2x4", "die", source, kind, module="replicas_child") as run:
+        output = run.started[0].communicate(timeout=150)[0]
+        ended = time.time()
+        run.started[1].kill()
+        (wrong,) = [event["at"] for event in told(run.started[1].communicate(timeout=60)[0]) if "wrong" in event]
+    assert run.started[0].returncode, output
+    said = [event["error"] for event in told(output) if "error" in event]
+    return (said or [output])[0], ended - wrong

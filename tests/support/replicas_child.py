@@ -3,6 +3,7 @@
 python -m replicas_child COUNT INDEX PORT DEVICES MESH DO FOLDER [REPLICAS]
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax
 import keras
 import ml_dtypes
 import numpy as np
+import together_child
 from together_child import tell
 from transfer_harness import manifest_of
 
@@ -19,6 +21,7 @@ from shardload.manifest import View
 from shardload.processes import Channel
 from shardload.sharding.devices import resolve_devices
 from shardload.sharding.layout import Layout
+from shardload.transfer import exchange
 from shardload.transfer.exchange import VariableExchange
 from shardload.transfer.execution import execute
 from shardload.transfer.load_plan import Binding
@@ -72,12 +75,12 @@ def transfer(mesh, folder, replicas):
     found = {}
     channel = Channel("exchanges")
     options = {"meet": lambda _: channel.together(lambda: None), "on_ready": found.__setitem__}
-    exchange = VariableExchange(plan, wanted, manifest, devices=on.devices, **options)
+    exchanging = VariableExchange(plan, wanted, manifest, devices=on.devices, **options)
     positions = [i for i, d in enumerate(on.devices) if d.process_index == jax.process_index()]
     reads = plan_transfers(manifest, plan.bindings(wanted), host_memory_bytes=None, positions=positions)
     before = read_chars()
-    stats = execute(reads, manifest, devices=on.devices, on_ready=exchange.ready, shardings=exchange.shardings)
-    exchange.finish()
+    stats = execute(reads, manifest, devices=on.devices, on_ready=exchanging.ready, shardings=exchanging.shardings)
+    exchanging.finish()
     read = read_chars() - before
     wrong = [b.name for b in wanted if not same(found[b.name], as_seen(values[b.name], b.view), b.layout, on)]
     strategies = {b.name: c.strategy for b, c in zip(wanted, plan.choices, strict=True)}
@@ -120,13 +123,25 @@ def load(mesh, source, replicas):
     tell(wrong=wrong, report=report.to_json(), whole=shardload.report(alone).bytes.needed)
 
 
+def die(mesh, source, kind):
+    """Load together; process 1 is killed, stopped or raises when it comes to its first exchange."""
+    if jax.process_index() == 1:
+        exchange.exchanged = lambda *_: together_child.go_wrong(kind)
+    tell(pid=os.getpid())
+    try:
+        shardload.load(source, mesh=mesh, layout=LAYOUT, replicas="broadcast")
+    except Exception as error:
+        tell(error=str(error), kind=type(error).__name__)
+        raise
+
+
 def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", int(devices))
     if int(count) > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
-    {"transfer": transfer, "load": load}[do](mesh, folder, replicas)
+    {"transfer": transfer, "load": load, "die": die}[do](mesh, folder, replicas)
 
 
 if __name__ == "__main__":
