@@ -1,12 +1,11 @@
 """`--distributed`: the environments of launchers, faked as they set them, and what is wrong in them."""
 
 import os
-import random
-import socket
 
 import pytest
 import warm_start
 from cli_fakes import with_fakes
+from process_runs import job_of_a_free_port
 
 from shardload.console import launch, options
 from shardload.console.launch import alone_among_several
@@ -107,15 +106,6 @@ from shardload.console.launch import detected
 one = detected(None, None, None, os.environ).meet(note=print, give_up=lambda error: sys.exit(str(error)))
 print(one.coordinator_address, one.num_processes, one.process_id)
 """
-
-
-def job_of_a_free_port():
-    """A number of a job for which JAX chooses a port that is free."""
-    for job in random.sample(range(4096), 4096):
-        with socket.socket() as tried:
-            if tried.connect_ex(("127.0.0.1", 61440 + job)):
-                return job
-    raise AssertionError
 
 
 @pytest.mark.slow

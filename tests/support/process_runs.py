@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 from pathlib import Path
@@ -15,6 +16,15 @@ def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def job_of_a_free_port():
+    """The number of a job of Slurm or Open MPI for which JAX chooses a port that is free."""
+    for job in random.sample(range(4096), 4096):
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", 61440 + job)):
+                return job
+    raise AssertionError
 
 
 class Run:
