@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 
 from shardload.errors import TransferError
 from shardload.manifest import Manifest
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Bounds
+from shardload.transfer.geometry import Ordered
 from shardload.transfer.load_plan import Binding
-from shardload.transfer.owners import Move, OwnerChoice, OwnerPlan
+from shardload.transfer.owners import OwnerChoice, OwnerPlan
 from shardload.transfer.placement import assemble, jax_mesh, named_sharding, partition_spec, shard_bounds
 
 EXCHANGE_BYTES = 64 << 20
@@ -48,15 +49,16 @@ class ExchangeProgram:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    owner: Layout
-    target: Layout
-    moves: tuple[Move, ...]
+    choice: OwnerChoice
+    order: tuple[int, ...]
+    """The dims of the variable, those that go furthest in the file first: the order of flattened shards."""
 
     def lane(self, devices: tuple[Any, ...]) -> NamedSharding:
         """Return the owner layout on the devices that exchange: of one process's devices with equal shards, one."""
-        used = {axis for axes in self.owner.spec for axis in axes}
-        single = tuple(axis not in used for axis in self.owner.mesh.axes)
-        return NamedSharding(_part(jax_mesh(self.owner.mesh, devices), single), partition_spec(self.owner.spec))
+        owner = self.choice.layout
+        used = {axis for axes in owner.spec for axis in axes}
+        single = tuple(axis not in used for axis in owner.mesh.axes)
+        return NamedSharding(_part(jax_mesh(owner.mesh, devices), single), partition_spec(owner.spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,15 @@ class Exchanged:
     @property
     def program(self) -> ExchangeProgram:
         """What is compiled to exchange the variable."""
-        choice = self.choice
-        return ExchangeProgram(self.binding.view.shape, self.binding.dtype, choice.layout, choice.target, choice.moves)
+        view = self.binding.view
+        order = Ordered.of(view, Bounds.whole(view.shape)).order
+        return ExchangeProgram(view.shape, self.binding.dtype, self.choice, order)
 
     @property
     def device_bytes(self) -> int:
         """Bytes on each device that the variable takes during the exchange, besides its share of the target."""
-        owned = math.prod(self.choice.layout.shard_shape(self.binding.view.shape)) * self.binding.dtype.itemsize
+        loaded = self.choice.flat or self.binding.view.shape
+        owned = math.prod(self.choice.layout.shard_shape(loaded)) * self.binding.dtype.itemsize
         # Each all-to-all but the last leaves a result of its own.
         return owned * (1 + sum(move.target_dim is not None for move in self.choice.moves))
 
@@ -178,17 +182,22 @@ def compiled(program: ExchangeProgram, devices: tuple[Any, ...]) -> Any:
 
     def undo(shard: Any) -> Any:
         bits = _as_bits(shard)
-        for move in reversed(program.moves):
+        for move in reversed(choice.moves):
             if move.target_dim is None:
                 bits = jax.lax.all_gather(bits, move.axes, axis=move.owner_dim, tiled=True)
             else:
                 bits = jax.lax.all_to_all(bits, move.axes, move.target_dim, move.owner_dim, tiled=True)
+        if choice.flat is not None:
+            local = choice.target.shard_shape(program.shape)
+            bits = bits.reshape([local[d] for d in program.order]).transpose(np.argsort(program.order))
         return bits if bits.dtype == shard.dtype else jax.lax.bitcast_convert_type(bits, shard.dtype)
 
-    lane, out = program.lane(devices), partition_spec(program.target.spec)
+    choice, lane = program.choice, program.lane(devices)
+    out = partition_spec(choice.target.spec)
     # Without check_vma: an all-gather's result is the same on all devices, which JAX does not infer.
     sharded = jax.shard_map(undo, mesh=lane.mesh, in_specs=lane.spec, out_specs=out, check_vma=False)
-    return jax.jit(sharded).lower(jax.ShapeDtypeStruct(program.shape, program.dtype, sharding=lane)).compile()
+    loaded = jax.ShapeDtypeStruct(choice.flat or program.shape, program.dtype, sharding=lane)
+    return jax.jit(sharded).lower(loaded).compile()
 
 
 def _as_bits(shard: Any) -> Any:

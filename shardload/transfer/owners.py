@@ -24,12 +24,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor, View
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor, View, c_strides
 from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.geometry import SKIP_BYTES, Ordered, address, regions, span, view_in_region
@@ -131,28 +131,31 @@ class OwnerChoice:
 
     strategy: Strategy
     why: str
+    target: Layout
+    """The layout that the variable gets in the end, on the refined mesh."""
     layout: Layout
     """The layout to load, on the refined mesh: the owner layout for ``broadcast``, else the target."""
     moves: tuple[Move, ...] = ()
     """For ``broadcast``: how the owner layout was made from the target, in order."""
-    read_bytes: int = 0
+    flat: tuple[int, int] | None = None
+    """The shape to load, if the variable's shards are loaded flattened, one after the other, to divide evenly."""
+    read_bytes: int = field(default=0, compare=False)
     """Bytes that all processes read for the variable, together."""
-    everyone_bytes: int = 0
+    everyone_bytes: int = field(default=0, compare=False)
     """Bytes that all processes would read for the variable, together, if each read what its devices need."""
-    once_bytes: int = 0
+    once_bytes: int = field(default=0, compare=False)
     """Bytes in the checkpoint that the variable needs."""
-    received_bytes: int = 0
+    received_bytes: int = field(default=0, compare=False)
     """For ``broadcast``: bytes of the variable that each process gets from others, in the variable's dtype."""
 
-    @property
-    def target(self) -> Layout:
-        """The layout that the variable gets in the end, on the refined mesh."""
-        spec = list(self.layout.spec)
-        for move in reversed(self.moves):
-            spec[move.owner_dim] = spec[move.owner_dim][: -len(move.axes)]
-            if move.target_dim is not None:
-                spec[move.target_dim] = (*spec[move.target_dim], *move.axes)
-        return Layout(self.layout.mesh, tuple(spec))
+    def seen(self, view: View) -> View:
+        """Return the view of a tensor to load in `layout`, by the variable's own view of it."""
+        return view if self.flat is None else View(view.tensor, view.offset, self.flat, (self.flat[1], 1))
+
+    def as_needed(self, why: str) -> OwnerChoice:
+        """Return this choice for a load in which each process reads what its devices need, because of ``why``."""
+        read = self.everyone_bytes
+        return replace(self, strategy="read", why=why, layout=self.target, moves=(), flat=None, read_bytes=read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,8 @@ class OwnerPlan:
         """Return the bindings with the layouts to load; unchanged if nothing is exchanged."""
         if not self.exchanges:
             return tuple(bindings)
-        return tuple(replace(b, layout=c.layout) for b, c in zip(bindings, self.choices, strict=True))
+        pairs = zip(bindings, self.choices, strict=True)
+        return tuple(replace(b, view=c.seen(b.view), layout=c.layout) for b, c in pairs)
 
 
 def plan_owners(
@@ -191,7 +195,7 @@ def plan_owners(
     grid = ProcessGrid.of(bindings[0].layout.mesh, process_of) if bindings else None
     if grid is None:
         why = "the devices of a process are not neighbours in the mesh"
-        return OwnerPlan(None, tuple(OwnerChoice("read", why, b.layout) for b in bindings))
+        return OwnerPlan(None, tuple(OwnerChoice("read", why, b.layout, b.layout) for b in bindings))
     chosen: dict[Any, OwnerChoice] = {}
     choices = []
     for binding in bindings:
@@ -207,7 +211,7 @@ def plan_owners(
         is_remote = any(path.store.is_remote for path in manifest.files)
         slower = _why_slower(choices, grid, read_rate=_REMOTE if is_remote else _FILES, rate=_CPU if on_cpu else _LINKS)
         if slower:
-            choices = [_not_exchanged(c, b, grid, slower) for c, b in zip(choices, bindings, strict=True)]
+            choices = [choice.as_needed(slower) if choice.moves else choice for choice in choices]
     return OwnerPlan(grid, tuple(choices))
 
 
@@ -216,7 +220,7 @@ def _why_slower(choices: Sequence[OwnerChoice], grid: ProcessGrid, *, read_rate:
     exchanged = [choice for choice in choices if choice.moves]
     saved = sum(choice.everyone_bytes - choice.read_bytes for choice in exchanged) // grid.processes
     received = sum(choice.received_bytes for choice in exchanged)
-    read_s, exchange_s = saved / read_rate, received / rate + _PROGRAM_S * len(set(exchanged))
+    read_s, exchange_s = saved / read_rate, received / rate + _PROGRAM_S * len(set(map(id, exchanged)))
     if not exchanged or exchange_s < read_s:
         return ""
     return (
@@ -225,20 +229,13 @@ def _why_slower(choices: Sequence[OwnerChoice], grid: ProcessGrid, *, read_rate:
     )
 
 
-def _not_exchanged(choice: OwnerChoice, binding: Binding, grid: ProcessGrid, why: str) -> OwnerChoice:
-    if not choice.moves:
-        return choice
-    read, once = choice.everyone_bytes, choice.once_bytes
-    return OwnerChoice("read", why, grid.refined(binding.layout), (), read, read, once)
-
-
 def _choice(tensor: Tensor, binding: Binding, grid: ProcessGrid, replicas: Replicas) -> OwnerChoice:
     target, view = grid.refined(binding.layout), binding.view
     once = tensor.stored_bytes * min(math.prod(view.shape), tensor.size) // max(1, tensor.size)
     read = _read_together(tensor, view, target, grid)
 
     def as_needed(strategy: Strategy, why: str) -> OwnerChoice:
-        return OwnerChoice(strategy, why, target, (), read, read, once)
+        return OwnerChoice(strategy, why, target, target, read_bytes=read, everyone_bytes=read, once_bytes=once)
 
     if read <= once * _ALONE_SHARE:
         return as_needed("alone", "no two processes read the same bytes")
@@ -248,15 +245,16 @@ def _choice(tensor: Tensor, binding: Binding, grid: ProcessGrid, replicas: Repli
         return as_needed("read", "it is small: it is read together with its neighbours in the file")
     if binding.dtype.itemsize not in (1, 2, 4, 8) or binding.dtype.kind == "c":
         return as_needed("read", f"{binding.dtype} has no integers of its width to exchange")
-    found = [(_read_together(tensor, view, owner, grid), owner, moves) for owner, moves in _owners(view, target, grid)]
+    found = list(_owners(view, target, grid, tensor))
     if not found:
-        crossing = math.prod(grid.mesh.axis_size(a) for a in grid.crossing)
-        return as_needed("read", f"no dim of {view.shape} divides into parts for {plural(crossing, 'process')}")
-    least, owner, moves = min(found, key=lambda one: one[0])
+        return as_needed("read", f"no dim of {view.shape} divides into parts for {plural(grid.processes, 'process')}")
+    reads = [_read_together(tensor, one.seen(view), one.layout, grid) for one in found]
+    least = min(reads)
     if least >= read:
         return as_needed("read", "an exchange would save no reads")
-    received = _received_bytes(binding, target, moves, grid)
-    return OwnerChoice("broadcast", _why(target, moves), owner, moves, least, read, once, received)
+    best = found[reads.index(least)]
+    received = _received_bytes(binding, target, best.moves, grid)
+    return replace(best, read_bytes=least, everyone_bytes=read, once_bytes=once, received_bytes=received)
 
 
 def _received_bytes(binding: Binding, target: Layout, moves: Sequence[Move], grid: ProcessGrid) -> int:
@@ -273,7 +271,7 @@ def _why(target: Layout, moves: Sequence[Move]) -> str:
     return " and ".join(parts)
 
 
-def _owners(view: View, target: Layout, grid: ProcessGrid) -> Iterator[tuple[Layout, tuple[Move, ...]]]:
+def _owners(view: View, target: Layout, grid: ProcessGrid, tensor: Tensor) -> Iterator[OwnerChoice]:
     """Yield owner layouts for a target with the moves that lead to them: copies divided, then columns turned too."""
     used = {axis for axes in target.spec for axis in axes}
     copies = tuple(axis for axis in grid.crossing if axis not in used)
@@ -285,7 +283,27 @@ def _owners(view: View, target: Layout, grid: ProcessGrid) -> Iterator[tuple[Lay
             found = _Placing(target, view.shape, [d for d in order if d not in turned])
             placed = not copies or found.place(copies, None) or all(found.place((axis,), None) for axis in copies)
             if placed and all(found.place(columns[d], d) for d in turned) and found.moves:
-                yield found.layout, tuple(found.moves)
+                yield OwnerChoice("broadcast", _why(target, found.moves), target, found.layout, tuple(found.moves))
+    if copies and isinstance(tensor.storage, Extent) and (flat := _flattened(view, target, order)) is not None:
+        spec = (target.spec[_lead(view, order)], copies)
+        layout, moves = Layout(grid.mesh, spec), (Move(copies, 1, None),)
+        if layout.divides(flat):
+            yield OwnerChoice("broadcast", _why(target, moves), target, layout, moves, flat)
+
+
+def _lead(view: View, order: Sequence[int]) -> int:
+    """Return the dim of a view that goes furthest in the file."""
+    return next((d for d in order if view.shape[d] > 1), 0)
+
+
+def _flattened(view: View, target: Layout, order: Sequence[int]) -> tuple[int, int] | None:
+    """Return the shape of a view's shards flattened, if each of them is in one piece in the file; else ``None``."""
+    lead, size = _lead(view, order), math.prod(view.shape)
+    shape = [view.shape[d] for d in order]
+    dense = all(n == 1 or view.strides[d] == t for d, n, t in zip(order, shape, c_strides(tuple(shape)), strict=True))
+    if not dense or not view.shape or any(axes and d != lead for d, axes in enumerate(target.spec)):
+        return None
+    return target.parts[lead], size // target.parts[lead]
 
 
 def _first_crossing(axes: Sequence[str], grid: ProcessGrid) -> int | None:
@@ -323,19 +341,21 @@ def _read_together(tensor: Tensor, view: View, layout: Layout, grid: ProcessGrid
         return 0
     if isinstance(tensor.storage, Extent):
         # Every process has a box of the same shape, and in one piece of a file only the shape matters.
-        return grid.processes * _read_bytes(tensor, view, _boxes(layout, view, grid, 0))
+        return grid.processes * _read_by(0, tensor, view, layout, grid)
     sampled = range(0, grid.processes, max(1, grid.processes // _SAMPLED))
-    read = sum(_read_bytes(tensor, view, _boxes(layout, view, grid, process)) for process in sampled)
+    read = sum(_read_by(process, tensor, view, layout, grid) for process in sampled)
     return read * grid.processes // len(sampled)
 
 
-def _boxes(layout: Layout, view: View, grid: ProcessGrid, process: int) -> list[Bounds]:
-    """Return the boxes of a variable that the devices of a process store, as one box if they fill it."""
+def _read_by(process: int, tensor: Tensor, view: View, layout: Layout, grid: ProcessGrid) -> int:
+    """Return how many bytes of a tensor one process reads for what its devices need of a view."""
     boxes = local_bounds(layout, view.shape, grid.positions(process))
     start = tuple(min(along) for along in zip(*(b.start for b in boxes), strict=True))
     stop = tuple(max(along) for along in zip(*(b.stop for b in boxes), strict=True))
     hull = Bounds(start, stop)
-    return [hull] if sum(box.size for box in boxes) == hull.size else list(boxes)
+    apart = _read_bytes(tensor, view, boxes)
+    # Boxes side by side share rows, which are read once; boxes that lie apart in the file are read one by one.
+    return min(apart, _read_bytes(tensor, view, [hull])) if sum(b.size for b in boxes) == hull.size else apart
 
 
 def _read_bytes(tensor: Tensor, view: View, boxes: Sequence[Bounds]) -> int:

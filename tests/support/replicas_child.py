@@ -3,6 +3,7 @@
 python -m replicas_child COUNT INDEX PORT DEVICES MESH DO FOLDER [REPLICAS]
 """
 
+import math
 import os
 import re
 import sys
@@ -37,13 +38,14 @@ SPECS = {
 SHAPE = (256, 512)
 
 
-def tensors():
+def tensors(parts):
     """Arrays of random bits, most floats among them odd ones: NaNs with payloads, denormals, infinities."""
     rng = np.random.default_rng(3)
     wanted = [(BFLOAT16, spec) for spec in SPECS] + [(dtype, "columns") for dtype in DTYPES]
-    size = SHAPE[0] * SHAPE[1]
-    return {f"{d.name}.{spec}": rng.integers(0, 256, size * d.itemsize, np.uint8).view(d).reshape(SHAPE)
-            for d, spec in wanted}  # fmt: skip
+    shapes = {f"{d.name}.{spec}": (d, SHAPE) for d, spec in wanted}
+    shapes |= dict.fromkeys(("odd.rows", "turned.rows"), (BFLOAT16, (33 * parts, 1024)))  # 33 rows for each part
+    return {name: rng.integers(0, 256, math.prod(shape) * d.itemsize, np.uint8).view(d).reshape(shape)
+            for name, (d, shape) in shapes.items()}  # fmt: skip
 
 
 def bindings(manifest, mesh):
@@ -57,6 +59,8 @@ def bindings(manifest, mesh):
             (View(tensor.name, 0, (rows, 16, columns // 16), (columns, columns // 16, 1)), (*spec, ())),
         ]
         view, spec = views[number % 3]
+        if not rows % 33:
+            view, spec = views[0] if tensor.name == "odd.rows" else (views[1][0], ((), ("model",)))
         found.append(Binding(tensor.name, view, tensor.dtype, Layout(mesh, spec)))
     return found
 
@@ -67,9 +71,9 @@ def read_chars():
 
 def transfer(mesh, folder, replicas):
     """Load through plan and transfer alone, and compare each shard."""
-    values = tensors()
-    manifest = manifest_of(Path(folder) / f"{jax.process_index()}.bin", values)
     on = resolve_devices(mesh)
+    values = tensors(on.mesh.axis_size("model"))
+    manifest = manifest_of(Path(folder) / f"{jax.process_index()}.bin", values)
     wanted = bindings(manifest, on.mesh)
     plan = plan_owners(manifest, wanted, process_of=process_numbers(on.devices), replicas=replicas)
     found = {}
