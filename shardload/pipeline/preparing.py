@@ -196,6 +196,7 @@ def prepare_load(
         scatter=source.checker is None,
         # The devices of a plan are None: it is made as for CPU devices.
         uploads=any(device is not None and device.platform != "cpu" for device in devices.devices),
+        brief=all(device is None for device in devices.devices),
     )
     notes = (*source.notes, *notes)
     found = PreparedLoad(source, model, devices, matching, mapping, layouts, plan, notes, owners=owners)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from shardload.transfer.geometry import (
 )
 from shardload.transfer.load_plan import (
     BUDGET_PARTS,
+    SMALL_BLOCK_BYTES,
     Binding,
     Block,
     BlockPiece,
@@ -83,6 +85,7 @@ def plan_transfers(
     positions: Sequence[int] | None = None,
     scatter: bool = True,
     uploads: bool = False,
+    brief: bool = False,
 ) -> LoadPlan:
     """Decide which blocks of the checkpoint's files a load reads, and which parts of variables each block fills.
 
@@ -95,6 +98,8 @@ def plan_transfers(
         positions: Mesh positions of this process; all by default.
         scatter: Whether bytes may go straight from files to shards; not if they must be verified first.
         uploads: Whether shards are staged on the host too and count against the budget, as devices have own memory.
+        brief: Whether to leave out blocks of repeated layers, as their number of bytes is all that is wanted: such a
+            plan cannot be carried out.
     """
     bindings = tuple(bindings)
     if len(meshes := {t.layout.mesh for t in bindings}) > 1:
@@ -111,7 +116,7 @@ def plan_transfers(
     budget = _budget(tensors, host_memory_bytes, through_units=not scatter, uploads=uploads)
     size = bindings[0].layout.mesh.size if bindings else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
-    planner = Planner(manifest, bindings, local, block_bytes=block_bytes, budget=budget, scatter=scatter)
+    planner = Planner(manifest, bindings, local, block_bytes=block_bytes, budget=budget, scatter=scatter, brief=brief)
     blocks = planner.blocks()
     read = dict.fromkeys(b.tensor for b in blocks)
     return LoadPlan(
@@ -120,7 +125,7 @@ def plan_transfers(
         positions=local,
         files=tuple(dict.fromkeys(path for name in read for path in paths_of(manifest.tensors[name]))),
         needed_bytes=sum(planner.needed_by_tensor().values()),
-        read_bytes=sum(b.read_bytes for b in blocks),
+        read_bytes=sum(b.read_bytes for b in blocks) + planner.left_out_bytes,
         # Every split is even, so all positions store equally much.
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in bindings),) * size,
         host_memory_bytes=budget,
@@ -132,8 +137,9 @@ def plan_transfers(
 
 def needed_by_tensor(manifest: Manifest, bindings: Sequence[Binding], *, positions: Sequence[int]) -> dict[str, int]:
     """Return how many stored bytes of each tensor the devices at these mesh positions need, each byte counted once."""
-    limits = {"block_bytes": BLOCK_BYTES, "budget": DEFAULT_HOST_MEMORY}
-    return Planner(manifest, tuple(bindings), tuple(positions), **limits, scatter=True).needed_by_tensor()
+    local, budget = tuple(positions), DEFAULT_HOST_MEMORY
+    planner = Planner(manifest, tuple(bindings), local, block_bytes=BLOCK_BYTES, budget=budget, scatter=True)
+    return planner.needed_by_tensor()
 
 
 def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool, uploads: bool) -> int:
@@ -228,12 +234,16 @@ class Planner:
         block_bytes: int,
         budget: int,
         scatter: bool,
+        brief: bool = False,
     ) -> None:
         self.tensors = manifest.tensors
         self.bindings = bindings
         self.block_bytes = block_bytes
         self.budget = budget
         self.scatter = scatter
+        self.brief = brief
+        self.left_out_bytes = 0
+        self._times = Counter[Hashable]()
         self.shards = [local_bounds(t.layout, t.view.shape, positions) for t in bindings]
         self.by_tensor: dict[str, list[int]] = {}
         self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
@@ -295,8 +305,17 @@ class Planner:
         if (like := self._planned.get(key)) is None:
             self._planned[key] = part, tuple(self._part_blocks(part))
             yield from self._planned[key][1]
+        elif self._is_left_out(key):
+            self.left_out_bytes += sum(block.read_bytes for block in like[1])
         else:
             yield from _shifted(*like, part)
+
+    def _is_left_out(self, key: Hashable) -> bool:
+        """Whether a brief plan needs no more blocks of this kind, to tell how much memory the blocks in work take."""
+        self._times[key] += 1
+        is_repeated = self.brief and self._times[key] >= BUDGET_PARTS
+        # Small blocks are read together with their neighbours, so each of them counts.
+        return is_repeated and all(block.read_bytes > SMALL_BLOCK_BYTES for block in self._planned[key][1])
 
     def _part_blocks(self, part: TensorPart) -> Iterator[Block]:
         tensor = part.tensor

@@ -182,3 +182,17 @@ def test_budget_counts_and_remembers_its_peak():
 def test_lossless_integer_casts_pass():
     for stored, wanted in (("uint8", "int32"), ("int8", "int16"), ("uint8", "float32"), ("bool", "bool")):
         check_cast(np.dtype(stored), np.dtype(wanted), variable="v", tensor="t")
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_a_brief_plan_has_the_same_bytes(dim):
+    shapes = {f"{i}.{name}": shape for i in range(40) for name, shape in (("big", (512, 2048)), ("small", (64, 8)))}
+    manifest = manifest_of(shapes)
+    targets = [target(manifest, name, dim if "big" in name else None) for name in shapes]
+    whole, brief = (
+        plan_transfers(manifest, targets, host_memory_bytes=None, positions=range(2), brief=brief)
+        for brief in (False, True)
+    )
+    assert len(brief.blocks) < len(whole.blocks)
+    for name in ("needed_bytes", "read_bytes", "peak_staging_bytes", "scratch_bytes", "device_bytes"):
+        assert getattr(brief, name) == getattr(whole, name)
