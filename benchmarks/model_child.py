@@ -1,6 +1,7 @@
 """One build + load in this process: ``python -m benchmarks.model_child peer|ours SOURCE DTYPE [OPTIONS]``.
 
     --defaults     give only the source, load the task, and turn a prompt into token ids; one device, with TensorFlow
+    --mesh         with --defaults: on the same 1x8 mesh, in the same layout and dtype, as without
     --cache=FOLDER use JAX's compilation cache
     --cold         remove the source's files from the page cache first
 
@@ -17,7 +18,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 SIDE, SOURCE, DTYPE, *FLAGS = sys.argv[1:]
 DEFAULTS = "--defaults" in FLAGS
@@ -27,7 +30,8 @@ if not DEFAULTS:  # a backbone needs none of it
 
 import jax  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 1 if DEFAULTS else 8)
+ON_MESH = not DEFAULTS or "--mesh" in FLAGS
+jax.config.update("jax_num_cpu_devices", 8 if ON_MESH else 1)
 for flag in FLAGS:
     if flag.startswith("--cache="):
         jax.config.update("jax_compilation_cache_dir", flag.partition("=")[2])
@@ -51,13 +55,13 @@ WARM_BYTES = 8 << 30
 """More than either side takes; see `warm_memory`. Without it, first touches take several times as long as the load."""
 
 
-def peer(source: str, dtype: str) -> Callable[[], object]:
-    """Keras' own way: a ModelParallel distribution, build, then load."""
+def distribute(source: str, dtype: str | None) -> tuple[Any, Any]:
+    """Set the distribution that shardload chooses, by hand; return the headers, and the backbone without values."""
     import re
 
     manifest = loaders.open_manifest(source)
     with shardload.abstract():
-        model = building.build_model(manifest, dtype=dtype, task=False)
+        model: Any = building.build_model(manifest, dtype=dtype, task=False)
     chosen = choose(model, MESH)
     mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], [f"cpu:{i}" for i in range(8)])
     layout_map = keras.distribution.LayoutMap(mesh)
@@ -65,6 +69,12 @@ def peer(source: str, dtype: str) -> Callable[[], object]:
         axes = [a[0] if a else None for a in chosen.layouts[id(variable)].spec]
         layout_map[re.escape(variable.path)] = keras.distribution.TensorLayout(axes)
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch"))
+    return manifest, model
+
+
+def peer(source: str, dtype: str) -> Callable[[], object]:
+    """Keras' own way: a ModelParallel distribution, build, then load."""
+    manifest, model = distribute(source, dtype)
     config = model.get_config()
     name = model.__class__.__name__
 
@@ -110,7 +120,11 @@ def read(path: Path) -> None:
 def main() -> None:
     """Time one side."""
     if DEFAULTS:
-        run = ready({"peer": keras_hub.models.CausalLM.from_preset, "ours": shardload.load}[SIDE])
+        ours_too = partial(shardload.load, mesh="1x8") if ON_MESH else shardload.load
+        if ON_MESH and SIDE == "peer":
+            distribute(SOURCE, DTYPE)
+        theirs = keras_hub.models.CausalLM.from_preset
+        run = ready({"peer": partial(theirs, dtype=DTYPE) if ON_MESH else theirs, "ours": ours_too}[SIDE])
     else:
         run = {"peer": peer, "ours": ours}[SIDE](SOURCE, DTYPE)
     jax.device_put(0, jax.devices()[0]).block_until_ready()

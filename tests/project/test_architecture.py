@@ -344,6 +344,12 @@ def test_front_door_is_light(command):
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
+def test_a_load_imports_no_solver():
+    """SciPy's optimizers take a third of the time of the import, and only a search for layouts uses them."""
+    code = "import keras_hub, shardload.loading, sys; print('scipy.optimize' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).endswith("False\n")
+
+
 def test_no_module_has_the_name_of_a_public_function():
     """Importing ``shardload.plan`` as a module would put it in place of the function."""
     functions = set(shardload.__all__) - {"callbacks", "data", "errors", "optimizers", "parallel"}
