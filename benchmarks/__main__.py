@@ -24,6 +24,7 @@ COMMANDS = (
     ("models", "--pairs", "7"),
     ("load_peers", "--pairs", "7"),
     ("small_tensors",),
+    ("cold_disk",),
     ("transfer_floor", "--pairs", "15"),
     ("restore_orbax", "--pairs", "7"),
     ("save_orbax", "--pairs", "7"),

@@ -46,6 +46,7 @@ def load(
     prompt: options.Prompt = None,
     max_new_tokens: options.MaxNewTokens = None,
     warm_up: options.WarmUpOption = False,
+    io: options.IoOption = options.IoChoice.BUFFERED,
     replicas: options.ReplicasOption = options.ReplicasChoice.AUTO,
     platform: options.PlatformOption = None,
     distributed: options.Distributed = False,
@@ -123,6 +124,7 @@ def load(
                     ignore_config=tuple(ignore_config or ()),
                     replicas=replicas.value,
                     progress=progress,
+                    io=io.value,
                     warm_up={"generate": {"prompts": prompt, "max_new_tokens": new_tokens, "tokenizer": words}}
                     if warm_up
                     else None,

@@ -41,6 +41,14 @@ class SynthFormat(StrEnum):
     PRESET = "preset"
 
 
+class IoChoice(StrEnum):
+    """Values of ``--io``: how local files are read."""
+
+    AUTO = "auto"
+    BUFFERED = "buffered"
+    DIRECT = "direct"
+
+
 class ReplicasChoice(StrEnum):
     """Values of ``--replicas``: how processes that load together get bytes that several of them need."""
 
@@ -326,6 +334,12 @@ Prompt = Annotated[
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt; 32 by default."),
+]
+IoOption = Annotated[
+    IoChoice,
+    typer.Option(
+        "--io", help="Read local files through the page cache (buffered), past it (direct), or as a probe finds faster."
+    ),
 ]
 WarmUpOption = Annotated[
     bool,

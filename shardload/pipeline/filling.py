@@ -74,6 +74,7 @@ def fill_variables(
                 on_ready=assigner.ready if exchange is None else exchange.ready,
                 progress=progress.advance,
                 check=prepared.source.checker,
+                direct=prepared.direct,
                 shardings=None if exchange is None else exchange.shardings,
             )
             if exchange is not None:

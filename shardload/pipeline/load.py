@@ -208,6 +208,7 @@ def run_load(
                     notes=(*why_uncompiled, *unused),
                     process_of=None if call.is_alone else process_numbers(devices.devices),
                     replicas=request.reading,
+                    io=request.io,
                 ).validated()
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)

@@ -25,6 +25,7 @@ from shardload.pipeline.request import Matching
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.transfer.casts import is_float
+from shardload.transfer.direct_io import Io, choose_io
 from shardload.transfer.owners import OwnerPlan, Replicas, plan_owners
 from shardload.transfer.planning import LoadPlan, needed_by_tensor, plan_transfers
 from shardload.transfer.read_tensor import require_decoders
@@ -51,6 +52,8 @@ class PreparedLoad:
     mapping: VariableMap
     layouts: LayoutChoice
     plan: LoadPlan
+    direct: bool = field(default=False, kw_only=True)
+    """Whether files are read past the page cache (`shardload.transfer.direct_io`)."""
     notes: tuple[str, ...] = ()
     """Notes for the report: on the source, and on how the model was built."""
     left_out: tuple[Mismatch, ...] = ()
@@ -160,6 +163,7 @@ def prepare_load(
     notes: Sequence[str] = (),
     process_of: Sequence[int] | None = None,
     replicas: Replicas = "auto",
+    io: Io = "buffered",
 ) -> PreparedLoad:
     """Decide which tensor fills which variable, in which layout, and what is read when; the model is not changed.
 
@@ -187,19 +191,23 @@ def prepare_load(
         on_cpu = any(device is not None and device.platform == "cpu" for device in devices.devices)
         options: dict[str, Any] = {"process_of": process_of, "replicas": replicas, "on_cpu": on_cpu}
         owners = plan_owners(manifest, mapping.bindings, **options)
+    verified = source.checker is not None or any(path.store.is_verifying for path in manifest.files)
+    reading = choose_io(io, manifest.files, verified=verified)
     plan = plan_transfers(
         manifest,
         mapping.bindings if owners is None else owners.bindings(mapping.bindings),
         host_memory_bytes=budget_bytes,
         positions=local_positions(devices),
-        # Bytes to verify must pass through memory that is not yet a shard's.
-        scatter=source.checker is None,
+        # Bytes to verify must pass through memory that is not yet a shard's, and so must those of aligned reads.
+        scatter=source.checker is None and not reading.direct,
         # The devices of a plan are None: it is made as for CPU devices.
         uploads=any(device is not None and device.platform != "cpu" for device in devices.devices),
         brief=all(device is None for device in devices.devices),
     )
-    notes = (*source.notes, *notes)
-    found = PreparedLoad(source, model, devices, matching, mapping, layouts, plan, notes, owners=owners)
+    notes = (*source.notes, *notes, *filter(None, [reading.note]))
+    found = PreparedLoad(
+        *(source, model, devices, matching, mapping, layouts, plan, notes), owners=owners, direct=reading.direct
+    )
     # Only a model built from the description shows which tensors lie outside of it; any other may be the wrong one.
     if not matching.builds:
         return found

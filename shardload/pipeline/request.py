@@ -26,6 +26,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.devices import device_list, has_mesh, mesh_of
 from shardload.sharding.mesh import planned_mesh
 from shardload.transfer.casts import ENABLE_64_BITS
+from shardload.transfer.direct_io import Io
 from shardload.transfer.owners import Replicas
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED, byte_count, check_choice, check_kind, check_name_map, dtype_name
@@ -209,6 +210,7 @@ class LoadRequest(_Building):
     compile: bool = True
     atomic: bool = False
     step: int | str = "latest"
+    io: Io = "buffered"
 
     @property
     def loads_optimizer(self) -> bool:
@@ -236,6 +238,7 @@ class LoadRequest(_Building):
     def check(self) -> None:
         """Raise if an argument is of the wrong kind or out of range: `Placement` and the other parts check theirs."""
         _check_flag("atomic", self.atomic)
+        check_choice("io", self.io, get_args(Io))
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.reading, self.placement, self.reporter
         _ = self.warming
@@ -253,6 +256,7 @@ class LoadWeightsRequest(_Filling):
     ignore_config: Sequence[str] = ()
     items: Literal["all", "weights"] = "all"
     step: int | str = "latest"
+    io: Io = "buffered"
     as_keras: bool = False
     """Whether Keras' rules apply, by which unused tensors are no error: set for calls of Keras that `shardload.fast`
     replaces; not public."""
@@ -274,6 +278,7 @@ class LoadWeightsRequest(_Filling):
     def check(self) -> None:
         """Raise if an argument is of the wrong kind or out of range, or the model is not built or has no weights."""
         _check_flag("atomic", self.atomic)
+        check_choice("io", self.io, get_args(Io))
         _ = self.matching, self.budget_bytes, self.reading
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
         check_keras_model(self.model, built=not self.as_keras)
@@ -319,6 +324,7 @@ class RestoreRequest(_Filling):
     """One call of `shardload.restore`: its arguments, under the same names."""
 
     function: ClassVar[str] = "restore"
+    io: ClassVar[Io] = "buffered"
     loads_optimizer: ClassVar[bool] = True
     text_steps: ClassVar[tuple[str, ...]] = ()
     compared_names = ("step", "items", "rename", "names", "strict", "atomic", "fallback", "replicas")

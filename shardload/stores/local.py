@@ -131,12 +131,17 @@ def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
         offset += count
 
 
-def open_readonly(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for positional reads; the caller closes the descriptor."""
+def open_readonly(path: str | os.PathLike[str], flags: int = 0) -> int:
+    """Open a regular file for positional reads; the caller closes the descriptor. ``flags``: more flags of `os.open`.
+
+    A file system that does not know ``O_DIRECT`` fails with an `OSError`, as it is.
+    """
     try:
         # O_NONBLOCK: without it, opening a named pipe waits for a writer forever.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     except OSError as error:
+        if flags and error.errno == errno.EINVAL:
+            raise
         raise _open_error(path, error) from error
     except ValueError as error:
         raise SourceError(f"{os.fspath(path)!r} is not a file name: {error}") from error

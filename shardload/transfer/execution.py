@@ -37,6 +37,7 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.byte_source import Verifier, byte_source, source_kind
 from shardload.transfer.casts import needs_64_bits
+from shardload.transfer.direct_io import ALIGNMENT, DIRECT_THREADS, PIECE_BYTES, DirectReads
 from shardload.transfer.host_memory import Budget, arena_bytes
 from shardload.transfer.load_plan import BUDGET_PARTS, Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.placement import (
@@ -110,6 +111,7 @@ def execute(
     placement: TransferMode = "auto",
     check: Verifier | None = None,
     shardings: Mapping[str, Any] | None = None,
+    direct: bool = False,
 ) -> TransferStats:
     """Read the blocks of a plan and pass each complete variable, as a sharded array, to ``on_ready`` on this thread.
 
@@ -125,7 +127,10 @@ def execute(
         check: Verifies the bytes read against the checkpoint's digests; None if it has none.
         shardings: Sharding objects for the arrays, by variable name; `named_sharding` makes the others. Each must place
             the shards as the variable's layout does, in the devices' default memory.
+        direct: Read local files past the page cache. The plan was made with ``scatter=False``, and ``check`` is None.
     """
+    if direct:
+        threads = threads or max(DIRECT_THREADS, default_threads())
     if plan.bindings:
         check_devices(plan.bindings[0].layout.mesh, devices)
     narrowed = {dtype for dtype in {b.dtype for b in plan.bindings} if jax.dtypes.canonicalize_dtype(dtype) != dtype}
@@ -136,7 +141,12 @@ def execute(
     if placement == "auto":
         placement = "adopt" if all(d.platform == "cpu" for d in devices) else "upload"
     began, cpu = time.perf_counter(), time.process_time()
-    options: Any = {"threads": threads or default_threads(), "check": check, "shardings": shardings or {}}
+    options: Any = {
+        "threads": threads or default_threads(),
+        "check": check,
+        "shardings": shardings or {},
+        "direct": direct,
+    }
     transfer = Transfer(plan, manifest, devices, placement, **options)
     try:
         transfer.run(on_ready, on_start or (lambda _: None), progress or (lambda _: None))
@@ -169,15 +179,17 @@ class Transfer:
         threads: int,
         check: Verifier | None,
         shardings: Mapping[str, Any],
+        direct: bool,
     ) -> None:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
         scratch = plan.scratch_bytes + (0 if source_kind(plan, check) == "files" else UNIT_BYTES)
+        scratch += (PIECE_BYTES + ALIGNMENT) if direct else 0
         # Scratch gets a quarter of the budget at most; where that is too little, fewer threads run.
         most = min(self.budget.limit_bytes // 4, SCRATCH_BYTES)
         self.threads = max(1, min(threads, most // scratch)) if scratch else max(1, threads)
-        self.source = byte_source(plan, check, threads=self.threads)
+        self.source = DirectReads() if direct else byte_source(plan, check, threads=self.threads)
         self._must_take(self.threads * scratch + self.source.shared_bytes, "Scratch memory")
         self.uploads: deque[tuple[list[Any], int]] = deque()
         self.copier = BlockCopier(self.source)
