@@ -65,7 +65,8 @@ class Filled:
 
     result: Any
     """The value that Keras would return from the call."""
-    report: LoadReport
+    report: LoadReport | None
+    """The report of the load; ``None`` if the call loads no weights."""
 
 
 def local_path(path: Any) -> Path:
@@ -98,16 +99,21 @@ def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed
     lack some, such as a preprocessor's; those that still exist are initialised too. ``committed``: bind the arrays to
     that device, as Orbax does: JAX refuses to combine bound arrays of different devices.
     """
-    abstraction.initialise(model)
-    # What the model does not list: a preprocessor's or a local layer's variables, if they are still in use.
-    left = [variable for ref in created if (variable := ref()) is not None and is_abstract(variable)]
-    abstraction.initialise(left)
+    _initialise(model, created)
     # A list: `any` of a generator would stop at the first one that was released.
     released = [release_from_mesh(variable, committed=committed) for variable in state_of(model)]
     if any(released):
         refresh_derived(model)
     record_of(model).report = loaded.report
     record_text_source(model, loaded.manifest)
+
+
+def _initialise(model: Any, created: Sequence[Any]) -> None:
+    """Give variables of a model, and others in ``created``, that were not loaded their initial values."""
+    abstraction.initialise(model)
+    # What the model does not list: a preprocessor's or a local layer's variables, if they are still in use.
+    left = [variable for ref in created if (variable := ref()) is not None and is_abstract(variable)]
+    abstraction.initialise(left)
 
 
 def model_call(call: EntryCall) -> Filled:
@@ -211,14 +217,21 @@ class _Collected:
 
 
 def preset_call(call: EntryCall) -> Filled:
-    """Do the work of ``from_preset``: let KerasHub build the model without weights, then load those it would load."""
-    if not call.arguments["load_weights"]:
-        raise NotSupported("load_weights=False: there is nothing to load")
+    """Do the work of ``from_preset``: let KerasHub build the model without weights, then load those it would load.
+
+    With ``load_weights=False``, variables get Keras' initial values, each straight in its layout.
+    """
     loader = call.arguments["loader"]
     collected = _Collected(loader)
     intercepted = calls_to(collected.call), conversions_to(loader, collected.convert)
     with record_variables() as created, intercepted[0], intercepted[1], without_walking_vocabularies():
         made = call.original()
+    if not call.arguments["load_weights"]:
+        # KerasHub converts the heads of image classifiers all the same.
+        if collected.parts:
+            raise NotSupported("load_weights=False, but KerasHub loads the weights of a head")
+        _initialise(made, created)
+        return Filled(made, None)
     loaded = fill_model(*collected.target(made))
     finish(made, loaded, created=created)
     return Filled(made, loaded.report)
@@ -259,12 +272,13 @@ class Accelerated:
             raise
         finally:
             load = filled.report if filled else None
+            read = 0 if filled else None
             ended = CallReport(
                 call=call.text,
                 by="keras" if why else "shardload",
                 why=why,
                 seconds=time.perf_counter() - began,
-                read_bytes=load.bytes.read if load else None,
+                read_bytes=load.bytes.read if load else read,
                 error=raised,
                 load=load,
             )

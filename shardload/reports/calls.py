@@ -31,7 +31,7 @@ class CallReport:
     error: str | None = None
     """The error that the call raised, if any, as text."""
     load: LoadReport | None = field(default=None, repr=False)
-    """The report of the load; ``None`` if Keras loaded the weights."""
+    """The report of the load; ``None`` if Keras loaded the weights, or the call loads none (``load_weights=False``)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return an object for `json.dumps`; ``load`` has the keys of a `LoadReport`."""

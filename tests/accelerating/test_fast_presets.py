@@ -77,18 +77,28 @@ def test_a_task(name, folder_of):
     assert [call.why for call in report] == [None]
 
 
+@pytest.mark.parametrize("load_weights", [True, False])
 @pytest.mark.parametrize("name", ["gemma2", "bert"])
-def test_a_backbone_under_model_parallel(name, folder_of):
+def test_a_backbone_under_model_parallel(name, load_weights, folder_of):
     layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 4), ["batch", "model"]))
     layouts[".*(token_embedding|feedforward|ffw).*(embeddings|kernel)"] = ("model", None)
     path = folder_of(hub_folders, name)
 
     def load():
         with keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch").scope():
-            return keras_hub.models.Backbone.from_preset(path)
+            return keras_hub.models.Backbone.from_preset(path, load_weights=load_weights)
 
     (call,) = compare(load)
-    assert call.by == "shardload" and call.load.layout.sharded > 1
+    assert call.by == "shardload" and (call.load.layout.sharded > 1 if load_weights else call.read_bytes == 0)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "vit"])
+def test_a_model_with_initial_values(name, folder_of):
+    path, cls = folder_of(hub_folders, name), getattr(keras_hub.models, TASKS[name])
+    (call,) = compare(lambda: cls.from_preset(path, preprocessor=None, load_weights=False))
+    has_head = name == "vit"
+    assert (call.by, call.load) == ("keras" if has_head else "shardload", None)
+    assert (call.why is not None and "loads the weights of a head" in call.why) == has_head
 
 
 def test_a_task_whose_head_is_asked_for_anew(folder_of):
@@ -111,7 +121,7 @@ def preset(tmp_path_factory, folder_of):
 )
 def test_a_preset_with_a_head(preset, options):
     report = compare(lambda: keras_hub.models.TextClassifier.from_preset(preset, **options))
-    assert [call.by for call in report] == ["keras" if "load_weights" in options else "shardload"]
+    assert [call.by for call in report] == ["shardload"]
 
 
 @pytest.mark.parametrize("cls", ["Backbone", "MaskedLM", "BertBackbone"])
