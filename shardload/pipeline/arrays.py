@@ -10,7 +10,8 @@ concerns this process only (`shardload.pipeline.joint_arrays`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -43,9 +44,10 @@ from shardload.sharding.devices import MeshDevices, local_positions, resolve_dev
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.location import Fingerprint
-from shardload.transfer import execution
 from shardload.transfer.casts import overflow_notes
+from shardload.transfer.exchange import execute_together
 from shardload.transfer.load_plan import Binding, LoadPlan
+from shardload.transfer.owners import OwnerChoice, OwnerPlan, Replicas, plan_owners, process_numbers
 from shardload.transfer.placement import jax_mesh
 from shardload.transfer.planning import plan_transfers
 from shardload.transfer.read_tensor import require_decoders
@@ -70,6 +72,7 @@ def load_arrays(
     format: str | None = None,
     host_memory_bytes: int | str | None = None,
     progress: ProgressLike = None,
+    replicas: Literal["auto", "read", "broadcast"] = "auto",
 ) -> Any:
     """Load a checkpoint of any format straight into sharded `jax.Array`s.
 
@@ -100,6 +103,7 @@ def load_arrays(
         format: Name of a format, to require it.
         host_memory_bytes: Most bytes staged in host memory, as for `shardload.load`.
         progress: As for `shardload.load`.
+        replicas: As for `shardload.load`, for arrays on meshes of which every process has an equal block.
 
     Returns:
         The arrays in the structure of ``targets``; for a function or a single target, a dict by tensor name.
@@ -128,6 +132,7 @@ def load_arrays(
         format=format,
         host_memory_bytes=host_memory_bytes,
         progress=progress,
+        replicas=replicas,
     )
     with joint_arrays(request) as call:
         return _run(request, call)
@@ -142,11 +147,11 @@ def _run(request: ArraysRequest, call: Call) -> Any:
     # Once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()
     wanted, rebuild = _requested(request, opened.manifest)
-    plans = _plans(opened, wanted, request.budget_bytes)
-    call.require(array_topics(opened, wanted))
+    plans = _plans(opened, wanted, request.budget_bytes, replicas=None if call.is_alone else request.replicas)
+    call.require(array_topics(opened, wanted, {n: c for plan in plans for n, c in plan.choices.items()}))
     # Twice: a writer must not have changed the files since their headers were read, before and after the reads.
     files.check()
-    found = _transfer(opened, wanted, plans, call.watched(request.reporter))
+    found = _transfer(opened, wanted, plans, call.watched(request.reporter), call.meet)
     files.check()
     call.meet("the end of the transfer")
     made = rebuild({one.name: found[one.name] if one.finish is None else one.finish(found[one.name]) for one in wanted})
@@ -205,29 +210,62 @@ def _is_read_whole(opened: OpenedSource, one: WantedArray) -> bool:
     return narrows(opened.manifest.tensors[one.view.tensor].dtype, one.dtype) or one.finish in SCALARS or one.on_host
 
 
-def _plans(opened: OpenedSource, wanted: Sequence[WantedArray], budget: int | None) -> dict[MeshDevices, LoadPlan]:
+@dataclass(frozen=True, slots=True)
+class _MeshPlan:
+    """What is loaded onto one mesh, and how: a single device is a mesh too."""
+
+    devices: MeshDevices
+    bindings: tuple[Binding, ...]
+    plan: LoadPlan
+    owners: OwnerPlan | None
+    """Which process reads what; ``None`` if each process reads what its devices of this mesh need."""
+
+    @property
+    def choices(self) -> dict[str, OwnerChoice]:
+        """How each array is read, by name, if processes may exchange arrays of this mesh."""
+        choices = () if self.owners is None else self.owners.choices
+        return dict(zip((b.name for b in self.bindings), choices, strict=False))
+
+
+def _plans(
+    opened: OpenedSource, wanted: Sequence[WantedArray], budget: int | None, *, replicas: Replicas | None
+) -> list[_MeshPlan]:
     """Plan all transfers before the first read, so that what cannot be read or does not fit is refused at once."""
     require_decoders(opened.manifest.tensors[one.view.tensor] for one in wanted)
-    # A plan has one mesh, so each mesh gets a plan and a transfer; a single device is a mesh too.
     by_mesh: dict[MeshDevices, list[WantedArray]] = {}
-    for one in wanted:
+    # By name: all processes exchange the arrays of one mesh after those of another.
+    for one in sorted(wanted, key=lambda one: one.name):
         if not _is_read_whole(opened, one):
             by_mesh.setdefault(mesh_devices_of(one.sharding), []).append(one)
-    return {
-        devices: plan_transfers(
-            opened.manifest,
-            [*_bindings(group, devices.mesh)],
-            host_memory_bytes=budget,
-            positions=local_positions(devices),
-            scatter=opened.checker is None,
-            uploads=any(device.platform != "cpu" for device in devices.devices),
-        )
-        for devices, group in by_mesh.items()
-    }
+    return [_mesh_plan(opened, devices, group, budget, replicas) for devices, group in by_mesh.items()]
+
+
+def _mesh_plan(
+    opened: OpenedSource, on: MeshDevices, group: list[WantedArray], budget: int | None, replicas: Replicas | None
+) -> _MeshPlan:
+    bindings, process_of = tuple(_bindings(group, on.mesh)), process_numbers(on.devices)
+    owners = None
+    # Processes that have no device of this mesh would not come to the meetings.
+    if replicas is not None and len(set(process_of)) == jax.process_count():
+        on_cpu = any(device.platform == "cpu" for device in on.devices)
+        owners = plan_owners(opened.manifest, bindings, process_of=process_of, replicas=replicas, on_cpu=on_cpu)
+    plan = plan_transfers(
+        opened.manifest,
+        bindings if owners is None else owners.bindings(bindings),
+        host_memory_bytes=budget,
+        positions=local_positions(on),
+        scatter=opened.checker is None,
+        uploads=any(device.platform != "cpu" for device in on.devices),
+    )
+    return _MeshPlan(on, bindings, plan, owners)
 
 
 def _transfer(
-    opened: OpenedSource, wanted: Sequence[WantedArray], plans: Mapping[MeshDevices, LoadPlan], shown: Progress
+    opened: OpenedSource,
+    wanted: Sequence[WantedArray],
+    plans: Sequence[_MeshPlan],
+    shown: Progress,
+    meet: Callable[[str], None],
 ) -> dict[str, Any]:
     arrays = {one.name: checked_value(opened, one) for one in wanted if _is_read_whole(opened, one)}
     overflowed: tuple[str, ...] = ()
@@ -238,12 +276,15 @@ def _transfer(
         arrays[name] = as_asked(array, shardings[name])
 
     try:
-        for devices, plan in plans.items():
-            shown.start(plan.read_bytes, "Loading")
-            stats = execution.execute(
-                plan,
+        for each in plans:
+            shown.start(each.plan.read_bytes, "Loading")
+            stats = execute_together(
+                each.plan,
                 opened.manifest,
-                devices=devices.devices,
+                each.owners,
+                each.bindings,
+                devices=each.devices.devices,
+                meet=meet,
                 on_ready=ready,
                 progress=shown.advance,
                 check=opened.checker,

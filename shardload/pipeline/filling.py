@@ -28,14 +28,14 @@ from shardload.pipeline.compiling import Warming
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import OnFailure
-from shardload.pipeline.source_facts import source_topics
+from shardload.pipeline.source_facts import owners_topic, source_topics
 from shardload.processes.agreement import Facts, Topic
 from shardload.progress import Progress
 from shardload.reports import LoadReport
 from shardload.stores.location import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.casts import is_float, overflow_notes
-from shardload.transfer.exchange import VariableExchange
+from shardload.transfer.exchange import execute_together
 from shardload.transfer.read_tensor import read_tensor
 
 
@@ -58,31 +58,23 @@ def fill_variables(
     """
     files.check()
     with _rollback(prepared, files, on_failure) as assigner, warming.running(prepared, clock), clock("transfer"):
-        devices, owners = prepared.devices.devices, prepared.owners
-        exchange = None
-        if owners is not None and owners.exchanges:
-            bindings, manifest = prepared.mapping.bindings, prepared.manifest
-            options: dict[str, Any] = {"devices": devices, "meet": meet, "on_ready": assigner.ready}
-            exchange = VariableExchange(owners, bindings, manifest, **options)
         progress.start(prepared.plan.read_bytes, f"Loading {prepared.model.name}")
         try:
-            stats = execution.execute(
+            stats = execute_together(
                 prepared.plan,
                 prepared.manifest,
-                devices=devices,
+                prepared.owners,
+                prepared.mapping.bindings,
+                devices=prepared.devices.devices,
+                meet=meet,
                 on_start=assigner.starting,
-                on_ready=assigner.ready if exchange is None else exchange.ready,
+                on_ready=assigner.ready,
                 progress=progress.advance,
                 check=prepared.source.checker,
                 direct=prepared.direct,
-                shardings=None if exchange is None else exchange.shardings,
             )
-            if exchange is not None:
-                exchange.finish()
         finally:
             progress.stop()
-            if exchange is not None:
-                exchange.close()
         # A file rewritten in place while it was read keeps its size: the bytes may be a mixture of both.
         files.check()
         assigner.finish(lambda: meet("the end of the transfer"))
@@ -163,6 +155,7 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
     """Return what must be equal on all processes before a model is filled, in the order to compare: causes first."""
     # Causes before effects: another dtype also changes every line of the model, which would be named instead.
     same = "the same on every process"
+    choices = () if prepared.owners is None else prepared.owners.choices
     rows = [*enumerate(prepared.layouts.variables)]
 
     def mesh() -> Facts:
@@ -183,13 +176,8 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
         Topic("the dtype", dtypes, f"Pass {same}, or build the model with it"),
         Topic("the model", lambda: _model(prepared), f"Build {same}", paths),
         Topic("the layout", lambda: {f"Variable {i}": str(row.layout) for i, row in rows}, f"Use {same}", paths),
-        Topic("which process reads what", lambda: _owners(prepared), "Use one version of shardload"),
+        owners_topic({f"Variable {i}": choice for i, choice in enumerate(choices)}),
     ]
-
-
-def _owners(prepared: PreparedLoad) -> Facts:
-    choices = () if prepared.owners is None else prepared.owners.choices
-    return {f"Variable {i}": f"{choice.strategy} {choice.layout}" for i, choice in enumerate(choices)}
 
 
 def _model(prepared: PreparedLoad) -> Facts:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import jax
 import numpy as np
@@ -27,21 +27,22 @@ from shardload import processes
 from shardload.errors import UsageError
 from shardload.pipeline.array_reader import is_rule, takes
 from shardload.pipeline.array_targets import KINDS, SCALARS, Placed, WantedArray, array_layout, mesh_devices_of
-from shardload.pipeline.source_facts import source_topics
+from shardload.pipeline.source_facts import owners_topic, source_topics
 from shardload.processes.agreement import Facts, Topic
 from shardload.processes.joint_call import Alone, Call, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import named_devices
+from shardload.transfer.owners import OwnerChoice, Replicas
 from shardload.typing import MeshLike, PathLike
-from shardload.units import byte_count, check_kind, check_no_iterator, is_function, plain_dtype_name
+from shardload.units import byte_count, check_choice, check_kind, check_no_iterator, is_function, plain_dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraysRequest:
     """One call of `shardload.load_arrays`: its arguments, under the same names."""
 
-    compared_names: ClassVar[tuple[str, ...]] = ("names", "strict")
+    compared_names: ClassVar[tuple[str, ...]] = ("names", "strict", "replicas")
     """Names of arguments that are compared as passed; of the others, the arrays that follow from them are."""
 
     source: PathLike
@@ -54,6 +55,7 @@ class ArraysRequest:
     format: str | None = None
     host_memory_bytes: int | str | None = None
     progress: ProgressLike = None
+    replicas: Replicas = "auto"
 
     @cached_property
     def reporter(self) -> Progress:
@@ -85,6 +87,7 @@ class ArraysRequest:
             if callable(value) and not takes(value, *given):
                 raise UsageError(f"Cannot call the function {argument}: expected one that takes {told}")
         check_kind("strict", self.strict, bool, "True or False")
+        check_choice("replicas", self.replicas, get_args(Replicas))
 
 
 @contextmanager
@@ -144,7 +147,9 @@ def _owners_in(mesh: jax.sharding.Mesh) -> frozenset[int]:
     return frozenset(device.process_index for device in mesh.devices.flat)
 
 
-def array_topics(opened: OpenedSource, wanted: Sequence[WantedArray]) -> list[Topic]:
+def array_topics(
+    opened: OpenedSource, wanted: Sequence[WantedArray], choices: Mapping[str, OwnerChoice]
+) -> list[Topic]:
     """Return what must be equal on all processes before the first byte is read, in the order to compare."""
     same = "the same on every process"
     ordered = sorted(wanted, key=lambda one: one.name)
@@ -161,6 +166,7 @@ def array_topics(opened: OpenedSource, wanted: Sequence[WantedArray]) -> list[To
         *source_topics(opened.manifest, opened.checker),
         Topic("the arrays", lambda: {f"Array {one.name!r}": _array(one) for one in ordered}, f"Request {same}"),
         Topic("the layouts", layouts, f"Use {same}"),
+        owners_topic({f"Array {name!r}": choices[name] for name in sorted(choices)}),
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardload.manifest import Extent, Manifest
 from shardload.processes.agreement import Facts, Topic, facts_digest
 from shardload.stores.location import Location
 from shardload.transfer.byte_source import Verifier
+from shardload.transfer.owners import OwnerChoice
 from shardload.units import exact_bytes
 
 SPOTS = 256
@@ -36,6 +37,15 @@ def source_topics(manifest: Manifest, check: Verifier | None) -> list[Topic]:
             f"Load {same}; copy it again where it lies in several places",
         ),
     ]
+
+
+def owners_topic(choices: Mapping[str, OwnerChoice]) -> Topic:
+    """Return which process reads what, for each variable by what it is called in errors: equal on all processes."""
+    return Topic(
+        "which process reads what",
+        lambda: {name: f"{choice.strategy} {choice.layout}" for name, choice in choices.items()},
+        "Use the same version of shardload on every process",
+    )
 
 
 def source_facts(manifest: Manifest) -> Facts:

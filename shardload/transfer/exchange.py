@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 from shardload.errors import TransferError
 from shardload.manifest import Manifest
 from shardload.sharding.layout import Bounds
+from shardload.transfer.execution import TransferStats, execute
 from shardload.transfer.geometry import Ordered
-from shardload.transfer.load_plan import Binding
+from shardload.transfer.load_plan import Binding, LoadPlan
 from shardload.transfer.owners import OwnerChoice, OwnerPlan
 from shardload.transfer.placement import assemble, jax_mesh, named_sharding, partition_spec, shard_bounds
 
@@ -100,22 +101,61 @@ def batches(plan: OwnerPlan, bindings: Sequence[Binding], manifest: Manifest) ->
         yield tuple(held)
 
 
+def execute_together(
+    plan: LoadPlan,
+    manifest: Manifest,
+    owners: OwnerPlan | None,
+    bindings: Sequence[Binding],
+    *,
+    devices: Sequence[Any],
+    meet: Callable[[str], None],
+    on_ready: Callable[[str, Any], None],
+    shardings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> TransferStats:
+    """Carry out a plan as `execute` does, and exchange what other processes have read.
+
+    Args:
+        plan: What to read: made from ``owners.bindings(bindings)``.
+        manifest: The manifest the plan was made from.
+        owners: Which process reads what; ``None`` if one process loads alone.
+        bindings: The variables, with the layouts that they get in the end.
+        devices: One per mesh position, in order.
+        meet: Waits for all processes, at a meeting of the given name.
+        on_ready: Called with name and array when a variable is complete.
+        shardings: As for `execute`.
+        options: Other arguments of `execute`.
+    """
+    if owners is None or not owners.exchanges:
+        return execute(plan, manifest, devices=devices, on_ready=on_ready, shardings=shardings, **options)
+    wanted = {b.name: (shardings or {}).get(b.name) or named_sharding(b.layout, devices) for b in bindings}
+    exchange = VariableExchange(batches(owners, bindings, manifest), wanted, devices, meet=meet, on_ready=on_ready)
+    try:
+        # What is not exchanged is loaded on the refined mesh, too, and gets its own sharding at once.
+        whole = {name: sharding for name, sharding in wanted.items() if name not in exchange.names}
+        stats = execute(plan, manifest, devices=devices, on_ready=exchange.ready, shardings=whole, **options)
+        exchange.finish()
+    finally:
+        exchange.close()
+    return stats
+
+
 class VariableExchange:
     """Receives variables as they are read, exchanges those that the plan says, and passes all on to ``on_ready``."""
 
     def __init__(
         self,
-        plan: OwnerPlan,
-        bindings: Sequence[Binding],
-        manifest: Manifest,
-        *,
+        batches: Iterable[tuple[Exchanged, ...]],
+        shardings: Mapping[str, Any],
         devices: Sequence[Any],
+        *,
         meet: Callable[[str], None],
         on_ready: Callable[[str, Any], None],
     ) -> None:
         self._devices, self._meet, self._on_ready = tuple(devices), meet, on_ready
-        self._waiting = list(batches(plan, bindings, manifest))
-        self._exchanged = {one.name for batch in self._waiting for one in batch}
+        self._waiting, self._shardings = list(batches), shardings
+        self.names = {one.name for batch in self._waiting for one in batch}
+        """Names of the variables that are exchanged."""
         self._number = itertools.count(1)
         self._read: dict[str, Any] = {}
         # Compiled while the threads read, several at a time: a program takes 0.1 to 0.5 s.
@@ -124,13 +164,10 @@ class VariableExchange:
         for one in itertools.chain.from_iterable(self._waiting):
             if (program := one.program) not in self._programs:
                 self._programs[program] = self._compiler.submit(compiled, program, self._devices)
-        # What is not exchanged is loaded on the refined mesh, too, and gets its own sharding at once.
-        others = (b for b in bindings if plan.exchanges and b.name not in self._exchanged)
-        self.shardings: Mapping[str, Any] = {b.name: named_sharding(b.layout, devices) for b in others}
 
     def ready(self, name: str, array: Any) -> None:
         """Receive a variable that is read; exchange a batch once all of its variables have come."""
-        if name not in self._exchanged:
+        if name not in self.names:
             self._on_ready(name, array)
             return
         self._read[name] = array
@@ -155,8 +192,7 @@ class VariableExchange:
         self._meet(f"exchange {next(self._number)}")
         for one, program in zip(batch, programs, strict=True):
             shards = exchanged(self._read.pop(one.name), program, one.program.lane(self._devices))
-            sharding = named_sharding(one.binding.layout, self._devices)
-            self._on_ready(one.name, _placed(one.binding.view.shape, sharding, shards))
+            self._on_ready(one.name, _placed(one.binding.view.shape, self._shardings[one.name], shards))
 
 
 def exchanged(array: Any, program: Any, lane: NamedSharding) -> dict[Any, Any]:

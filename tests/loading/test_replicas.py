@@ -44,6 +44,14 @@ def test_a_model_loads_as_in_one_process(source, mesh, replicas):
         assert cluster["ratio"] > 1.3 and not cluster["exchanged"] and cluster["received"] == [0, 0]
 
 
+@pytest.mark.parametrize("replicas", ["broadcast", "read"])
+def test_arrays_are_read_once(tmp_path, replicas):
+    told = told_by(2, 4, "2x4", "arrays", tmp_path, replicas, module="replicas_child")
+    assert [one["wrong"] for one in told] == [[], []]
+    read = sum(one["chars"] for one in told) / told[0]["whole"]
+    assert read < 1.3 if replicas == "broadcast" else read > 1.6
+
+
 def test_a_process_that_dies_in_an_exchange_ends_the_others_with_the_cause(source):
     with ThreadPoolExecutor(3) as pool:
         found = dict(zip(CAUSES, pool.map(partial(end_of, source), CAUSES), strict=True))

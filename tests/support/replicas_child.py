@@ -14,6 +14,8 @@ import keras
 import ml_dtypes
 import numpy as np
 import together_child
+from jax.sharding import PartitionSpec
+from safetensors.numpy import save_file
 from together_child import tell
 from transfer_harness import manifest_of
 
@@ -23,10 +25,9 @@ from shardload.processes import Channel
 from shardload.sharding.devices import resolve_devices
 from shardload.sharding.layout import Layout
 from shardload.transfer import exchange
-from shardload.transfer.exchange import VariableExchange
-from shardload.transfer.execution import execute
 from shardload.transfer.load_plan import Binding
 from shardload.transfer.owners import plan_owners, process_numbers
+from shardload.transfer.placement import jax_mesh
 from shardload.transfer.planning import plan_transfers
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -78,13 +79,11 @@ def transfer(mesh, folder, replicas):
     plan = plan_owners(manifest, wanted, process_of=process_numbers(on.devices), replicas=replicas)
     found = {}
     channel = Channel("exchanges")
-    options = {"meet": lambda _: channel.together(lambda: None), "on_ready": found.__setitem__}
-    exchanging = VariableExchange(plan, wanted, manifest, devices=on.devices, **options)
     positions = [i for i, d in enumerate(on.devices) if d.process_index == jax.process_index()]
     reads = plan_transfers(manifest, plan.bindings(wanted), host_memory_bytes=None, positions=positions)
+    options = {"devices": on.devices, "meet": lambda _: channel.together(lambda: None), "on_ready": found.__setitem__}
     before = read_chars()
-    stats = execute(reads, manifest, devices=on.devices, on_ready=exchanging.ready, shardings=exchanging.shardings)
-    exchanging.finish()
+    stats = exchange.execute_together(reads, manifest, plan, wanted, **options)
     read = read_chars() - before
     wrong = [b.name for b in wanted if not same(found[b.name], as_seen(values[b.name], b.view), b.layout, on)]
     strategies = {b.name: c.strategy for b, c in zip(wanted, plan.choices, strict=True)}
@@ -127,6 +126,24 @@ def load(mesh, source, replicas):
     tell(wrong=wrong, report=report.to_json(), whole=shardload.report(alone).bytes.needed)
 
 
+def arrays(mesh, folder, replicas):
+    """Load arrays together onto a mesh, and compare each shard."""
+    path, on = Path(folder) / "arrays.safetensors", resolve_devices(mesh)
+    values = tensors(on.mesh.axis_size("model"))
+    if jax.process_index() == 0:
+        save_file(values, path)
+    Channel("written").together(lambda: None)
+    specs = {name: PartitionSpec(*(axes or None for axes in SPECS[name.partition(".")[2]])) for name in values}
+    for _ in range(2):  # the first time, modules are imported
+        before = read_chars()
+        found = shardload.load_arrays(path, specs, mesh=jax_mesh(on.mesh, on.devices), replicas=replicas)
+        read = read_chars() - before
+    wrong = [name for name, value in values.items() for shard in found[name].addressable_shards
+             if np.asarray(shard.data).tobytes() != np.ascontiguousarray(value[shard.index]).tobytes()
+             or found[name].sharding.spec != specs[name]]  # fmt: skip
+    tell(wrong=wrong, chars=read, whole=sum(value.nbytes for value in values.values()))
+
+
 def die(mesh, source, kind):
     """Load together; process 1 is killed, stopped or raises when it comes to its first exchange."""
     if jax.process_index() == 1:
@@ -145,7 +162,7 @@ def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
-    {"transfer": transfer, "load": load, "die": die}[do](mesh, folder, replicas)
+    {"transfer": transfer, "load": load, "arrays": arrays, "die": die}[do](mesh, folder, replicas)
 
 
 if __name__ == "__main__":
