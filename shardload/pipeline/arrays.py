@@ -37,6 +37,7 @@ from shardload.pipeline.array_targets import (
     specs_of_boxes,
 )
 from shardload.pipeline.joint_arrays import ArraysRequest, array_topics, joint_arrays
+from shardload.pipeline.opening_together import open_together
 from shardload.processes.joint_call import Call
 from shardload.progress import Progress, ProgressLike
 from shardload.resolve.opening import OpenedSource, open_source
@@ -140,7 +141,7 @@ def load_arrays(
 
 def _run(request: ArraysRequest, call: Call) -> Any:
     # Headers only. From here on, a file that changes is an error.
-    opened = open_source(request.source, request.format)
+    opened = open_together(call, lambda: open_source(request.source, request.format))
     for note in opened.manifest.notes:  # of tensors that an index leaves out
         warn_caller(note)
     files = Fingerprint.of(opened.manifest.files)

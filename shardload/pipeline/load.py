@@ -8,7 +8,7 @@ has the stages map, lay out, plan and check; `filling` has read, assign and init
 `jax.distributed` run wait for each other, if they load together:
 
     0   all make the same call with the same arguments
-    1   headers are valid everywhere: JAX, whose start waits for all processes, may start
+    1   headers are valid everywhere (process 0 read them for all): JAX, whose start waits for all processes, may start
     2   JAX has started, and the mesh gives each process an equal part
     3   all are about to load the same thing (`shardload.pipeline.filling`)
     4   all have read their part, and old values may be released: all later steps compute together
@@ -45,6 +45,7 @@ from shardload.mapping.stored_values import load_stored_values
 from shardload.pipeline import filling, preparing, reporting
 from shardload.pipeline.compiling import Lower, Warming
 from shardload.pipeline.hosts import host_reads
+from shardload.pipeline.opening_together import open_together
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import (
     Construction,
@@ -164,7 +165,7 @@ def run_load(
     # Open: headers only. From here on, a file that changes is an error.
     clock = Clock()
     with clock("other"):
-        source = opener()
+        source = open_together(call, opener)
     files = Fingerprint.of(source.manifest.files)
     # Place: once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()

@@ -9,8 +9,9 @@ renames a deleted file that is still open to ``.nfs000000000012ab34``.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,8 @@ class Location:
 
     def open(self) -> File:
         """Open the file; the caller closes it."""
-        return self.store.open(self.key)
+        opener = _opener.get()
+        return self.store.open(self.key) if opener is None else opener(self)
 
     def stream(self) -> io.BufferedReader:
         """Open the file as a Python file object, whose ``close`` closes the file; raises like `open`."""
@@ -118,6 +120,19 @@ class Location:
     def local_path(self) -> Path:
         """Return a path on this machine, for libraries that open files themselves."""
         return self.store.local_path(self.key)
+
+
+_opener: ContextVar[Callable[[Location], File] | None] = ContextVar("opener", default=None)
+
+
+@contextmanager
+def opening_by(opener: Callable[[Location], File]) -> Iterator[None]:
+    """Have ``opener`` open the files that this thread opens in the with block; it uses `Store.open` itself."""
+    token = _opener.set(opener)
+    try:
+        yield
+    finally:
+        _opener.reset(token)
 
 
 def is_litter(path: str) -> bool:

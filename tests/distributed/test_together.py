@@ -70,6 +70,7 @@ def test_a_load_by_all_is_alike_and_one_by_each_alone_waits_for_nobody(call, sou
     if not call.startswith("local"):
         assert first["seeds"] and second["seeds"]  # nothing was drawn from the user's generators, which differ
         assert first["state"] == second["state"]
+        assert first["opened"] and not second["opened"]  # process 0 hands out what it read of the headers
     else:
         assert first["loaded"] == second["loaded"]  # 0 loads twice, 1 once
 

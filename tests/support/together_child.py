@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -28,13 +29,14 @@ from shardload.callbacks import checkpointer
 from shardload.errors import MeshError, ProcessFailedError
 from shardload.keras_bridge import abstraction
 from shardload.loaders.orbax.saving import PendingSave
-from shardload.pipeline import arrays, preparing, request
+from shardload.pipeline import arrays, load, preparing, request
 from shardload.pipeline.joint_arrays import ArraysRequest
 from shardload.processes import Channel
 from shardload.processes.joint_call import JointCall
 from shardload.progress import Silent
 from shardload.runs.digests import Checker
 from shardload.runs.saver import StepSaver
+from shardload.stores.local import LocalStore
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
@@ -254,6 +256,21 @@ def run(call, source, **options):
     return made
 
 
+def count_opened(found):
+    """Have the files that are opened for headers counted."""
+    opened, really = [], LocalStore.open
+    LocalStore.open = lambda self, key: (opened.append(key), really(self, key))[1]
+    together = load.open_together
+
+    def counted(*given):
+        opened.clear()
+        source = together(*given)
+        found.extend(key for key in opened if Path(key).exists())
+        return source
+
+    load.open_together = arrays.open_together = counted
+
+
 def tell(**what):
     sys.stdout.write(json.dumps({"at": time.time(), **what}) + "\n")
     sys.stdout.flush()
@@ -283,6 +300,9 @@ def main(*arguments):
         go_wrong(kind)
     if call == "load" and stage == "none" and not index:
         keras.layers.Dropout(0.1)  # starts JAX, which waits for the others, and takes a name that they use for another
+    opened = []
+    if stage == "none":
+        count_opened(opened)
     progress = Burning(kind if is_victim and stage == "transfer" and kind in ("raise", "kill", "stop") else None)
     random.seed(index)
     before = random.getstate()
@@ -306,6 +326,7 @@ def main(*arguments):
         return
     tell(
         state=digest(v for v in made.variables if "seed" in v.path),
+        opened=len(opened),
         s=time.time() - began,
         seeds=random.getstate() == before,
     )

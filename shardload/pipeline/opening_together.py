@@ -1,0 +1,55 @@
+"""Open a checkpoint that several processes load: process 0 reads the headers, the others get what it read.
+
+Without this, 512 hosts would read the headers of 191 files each before a load of 405 B parameters. The others compare
+the sizes of the files; contents are compared before the first byte is read (`shardload.pipeline.source_facts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardload.errors import DisagreementError, TransferError
+from shardload.processes.joint_call import Call
+from shardload.resolve.opening import OpenedSource
+from shardload.stores.header_reads import Replay, noting, replaying, root_of
+
+
+def open_together(call: Call, opener: Callable[[], OpenedSource]) -> OpenedSource:
+    """Open a source on all processes of a call by ``opener``; only process 0 reads its headers, where it can."""
+    if call.is_alone:
+        return opener()
+    mine: list[OpenedSource] = []
+
+    def read() -> str | None:
+        with noting() as noted:
+            mine.append(opener())
+        return noted.pack(mine[0].manifest.location)
+
+    packed = call.first(read, "the headers")
+    if mine:
+        return mine[0]
+    if packed is None:  # more than a message may have
+        return opener()
+    with replaying(packed) as replay:
+        opened = opener()
+    if not replay.is_of(opened.manifest.location):  # another step, or a folder of another name
+        return opener()
+    _check_sizes(opened, replay)
+    return opened
+
+
+def _check_sizes(opened: OpenedSource, replay: Replay) -> None:
+    """Raise if a file of this process has another size than that of process 0, whose headers are used."""
+    root, _ = root_of(opened.manifest.location)
+    for path in opened.manifest.files:
+        wanted = replay.size_of(path, root)
+        try:
+            found = path.identity().size
+        except TransferError:
+            found = None
+        if wanted is not None and wanted != found:
+            raise DisagreementError(
+                f"Cannot make this call together: the processes disagree about the source. The size of {path}: process "
+                f"0 has {wanted} bytes, this one has {'no such file' if found is None else f'{found} bytes'}. Copy it "
+                "again where it lies in several places"
+            )
