@@ -133,8 +133,9 @@ def load(
                 loaded = _summed(loading.run(request, preprocessor=False))
             if not reports:
                 return
+            report = loaded.report
             if not json:
-                out.table(loaded.report)
+                out.table(report)
                 out.text(listing.of_processes(loaded.shares))
             text = ""
             if prompt is not None:
@@ -143,17 +144,17 @@ def load(
                 text = generation.generate(loaded.model, prompt, max_new_tokens=new_tokens, tokenizer=words)
                 # The same numbers, and when the text was there.
                 ready = loading.report(loaded.model).seconds.ready
-                seconds = replace(loaded.report.seconds, ready=ready)
-                loaded = replace(loaded, report=replace(loaded.report, seconds=seconds))
+                report = replace(report, seconds=replace(report.seconds, ready=ready))
                 if not json:
                     rule = ("─" if out.unicode else "-") * 40
-                    took = f"{format_seconds(ready)} after the load began"
-                    out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n{rule}\n{took}\n")
+                    if ready is not None:
+                        out.text(f"Ready {format_seconds(ready)} after the load began\n")
+                    out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
         # After the block that exits on Ctrl-C, which would add a second object to one that is being written.
         if json:
             shares = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
             generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
-            out.json({**loaded.report.to_json(), **shares, **generated})
+            out.json({**report.to_json(), **shares, **generated})
 
 
 def _summed(loaded: Any) -> Any:

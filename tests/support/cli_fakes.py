@@ -41,6 +41,7 @@ HOMES = {
     "load": "shardload.loading.run",
     "plan": "shardload.loading.plan",
     "generate": "shardload.text.generation.generate",
+    "report": "shardload.loading.report",
     "convert": "shardload.converting.convert",
     "diff": "shardload.comparing.diff",
     "verify": "shardload.verifying.verify",
@@ -83,7 +84,8 @@ def install(monkeypatch: Any = None) -> Engine:
     engine.check_tokenizer = lambda source, *, format: None
     engine.load = loads
     engine.plan = lambda source, **options: report(PlanReport)
-    engine.generate = lambda model, prompt, *, max_new_tokens: " Paris."
+    engine.generate = lambda model, prompt, *, max_new_tokens, tokenizer: " Paris."
+    engine.report = lambda model: report()
     return engine
 
 
