@@ -114,7 +114,53 @@ def save_as(
         DisagreementError: When the processes of a `jax.distributed` run request different saves.
         ProcessLostError: When another process ended, or does not respond.
     """
-    began, model = time.monotonic(), plain_model(model)
+    model = plain_model(model)
+    # Of the path only the name must be equal on all processes, as hosts may mount the folder elsewhere.
+    name = Path(path).name if isinstance(path, str | os.PathLike) else None
+    compared = {"path": name, "to": to, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    compared |= {"merge_lora": merge_lora, "overwrite": overwrite}
+    together: AbstractContextManager[Call] = nullcontext(Alone())
+    if processes.are_several() and _is_spread(model):
+        together = joint("save_as", path, compared, doing="saving")
+    with together as call:
+        return _save(
+            model,
+            path,
+            call,
+            to=to,
+            dtype=dtype,
+            merge_lora=merge_lora,
+            block_bytes=block_bytes_of(host_memory_bytes),
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+            progress=as_progress(progress),
+        )
+
+
+def _is_spread(model: Any) -> bool:
+    """Whether other processes have parts of a model."""
+    try:
+        if hasattr(model, "jax_state_sync"):
+            model.jax_state_sync()  # during fit, variables have no values until Keras gives them back
+        return not all(value_of(variable).is_fully_addressable for variable in unique(model.variables))
+    except Exception:  # no model, or one without values: the save itself raises the error
+        return False
+
+
+def _save(
+    model: Any,
+    path: PathLike,
+    call: Call,
+    *,
+    to: SaveTarget | None,
+    dtype: DTypeLike | None,
+    merge_lora: bool,
+    block_bytes: int,
+    max_shard_bytes: int | str | None,
+    overwrite: bool,
+    progress: Progress,
+) -> ConvertReport:
+    began = time.monotonic()
     check_kind("path", path, str | os.PathLike, "a path")
     check_kind("merge_lora", merge_lora, bool, "True or False")
     check_kind("overwrite", overwrite, bool, "True or False")
@@ -123,8 +169,7 @@ def save_as(
     target = Path(os.path.abspath(local_target(path)))  # noqa: PTH100  a link is replaced, not followed
     kind = target_of(target, _format_to_convert(target, to))
     name = None if dtype is None else plain_dtype_name(dtype, doing="write")
-    shard_bytes, block_bytes = shard_bytes_for(target, kind, max_shard_bytes), block_bytes_of(host_memory_bytes)
-    shown = as_progress(progress)
+    shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_keras_model(model)
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()  # during fit, variables have no values until Keras gives them back
@@ -135,19 +180,12 @@ def save_as(
             "place for the factors. Pass merge_lora=True to write merged weights, or save a step with shardload.save"
         )
     kernels = lora_kernels(with_lora)
-    # Of the path only the name must be equal on all processes, as hosts may mount the folder elsewhere.
-    compared = {"path": target.name, "to": kind, "dtype": name, "max_shard_bytes": shard_bytes}
-    compared |= {"merge_lora": merge_lora, "overwrite": overwrite}
-    values = [value_of(v) for v in unique(model.variables)] if processes.are_several() else []
-    together: AbstractContextManager[Call] = nullcontext(Alone())
-    if not all(value.is_fully_addressable for value in values):  # other processes have parts of the model
-        together = joint("save_as", target, compared, doing="saving")
     # The folder receives KerasHub's files of the model, which the source refers to until they are copied.
-    with together as call, temporary_folder() as folder, hidden(with_lora):
+    with temporary_folder() as folder, hidden(with_lora):
         # Describing this model builds others; their initialisers must not advance the user's random state.
         with seeded(0), ExitStack() as on_error:
-            on_error.callback(shown.stop)
-            shown.start(0, f"Preparing {target.name}")
+            on_error.callback(progress.stop)
+            progress.start(0, f"Preparing {target.name}")
             source = live_source(model, kernels, folder, files=not is_file_name(target))
             plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
             on_error.pop_all()
@@ -156,7 +194,7 @@ def save_as(
         }
         call.require([Topic("the model", lambda: facts, "Build the same model on every process")])
         preparing_s = time.monotonic() - began
-        _write(source, plan, target, call, shown, overwrite=overwrite, block_bytes=block_bytes)
+        _write(source, plan, target, call, progress, overwrite=overwrite, block_bytes=block_bytes)
     counts, seconds = (len(plan.tensors), plan.nbytes, 0), time.monotonic() - began
     notes = (*source.notes, *plan.notes)
     return ConvertReport(str(model.name), str(target), plan.format, *counts, seconds, notes, preparing_s)

@@ -505,6 +505,7 @@ def test_two_processes_write_their_own_shards(preset, tmp_path):
         ("raise", "ProcessFailedError: On process 1: ValueError: the cable was cut"),
         ("kill", "ProcessLostError: Process 1"),
         ("disagree", "disagree about the arguments. dtype: process 0 has 'float32', process 1 has 'float16'"),
+        ("wrong", "UsageError: On process 1: .*host_memory_bytes"),
         ("apart", "WriteError: On process 1: .*Give a folder that all processes share"),
     ],
 )

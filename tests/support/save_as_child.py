@@ -3,7 +3,7 @@
 python -m save_as_child COUNT INDEX PORT DEVICES MESH DO SOURCE FOLDER
 
 DO is ``all`` (every format, LoRA too), or what goes wrong: ``raise`` or ``kill`` (on process 1, half-way), ``disagree``
-(about an argument), ``apart`` (folders that are not shared).
+(about an argument), ``wrong`` (an argument of process 1), ``apart`` (folders that are not shared).
 """
 
 import os
@@ -55,6 +55,8 @@ def main(*arguments):
         folder = folder / f"host-{index}"
         folder.mkdir()
     options = {"dtype": ["float32", "float16"][index]} if do == "disagree" else {}
+    if do == "wrong" and index:
+        options["host_memory_bytes"] = "much"  # not compared
     progress = AfterBlocks(lambda: go_wrong(do), 5) if do in ("raise", "kill") and index else None
     try:
         shardload.save_as(model, folder / "out", to="preset", progress=progress, **options)
