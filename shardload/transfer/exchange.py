@@ -242,14 +242,18 @@ def _as_bits(shard: Any) -> Any:
     return jax.lax.bitcast_convert_type(shard, jnp.dtype(f"uint{8 * shard.dtype.itemsize}"))
 
 
+def share_memory(devices: Iterable[Any]) -> bool:
+    """Whether devices of one process may have one copy of a shard, as if it had been read for all of them."""
+    return all(device.platform == "cpu" for device in devices)
+
+
 def _placed(shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, Any]) -> Any:
     """Return an array of the shards on some of this process's devices, of which the other devices get copies."""
     boxes = shard_bounds(sharding, shape)
     if len(shards) == len(boxes):
         return jax.make_array_from_single_device_arrays(shape, sharding, [shards[device] for device in boxes])
     by_box = {boxes[device]: shard for device, shard in shards.items()}
-    if all(device.platform == "cpu" for device in boxes):
-        # Devices of one process share the memory, as if it had been read for all of them.
+    if share_memory(boxes):
         host: dict[Any, NDArray[Any]] = {box: np.asarray(shard) for box, shard in by_box.items()}
         return assemble(shape, sharding, host)
     copies = [jax.device_put(by_box[box], device) for device, box in boxes.items()]

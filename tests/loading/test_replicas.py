@@ -16,9 +16,12 @@ def source(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize(("processes", "devices", "mesh"), [(2, 4, "1x8"), (2, 4, "2x4"), (4, 2, "2x4"), (4, 1, "2x2")])
-def test_bits_are_exact_and_read_once(tmp_path, processes, devices, mesh):
-    told = told_by(processes, devices, mesh, "transfer", tmp_path, module="replicas_child")
+@pytest.mark.parametrize(
+    ("processes", "devices", "mesh", "placement"),
+    [(2, 4, "1x8", "adopt"), (2, 4, "2x4", "upload"), (4, 2, "2x4", "adopt"), (4, 1, "2x2", "adopt")],
+)
+def test_bits_are_exact_and_read_once(tmp_path, processes, devices, mesh, placement):
+    told = told_by(processes, devices, mesh, "transfer", tmp_path, placement, module="replicas_child")
     whole = told[0]["whole"]
     assert [one["wrong"] for one in told] == [[]] * processes
     assert sum(one["read"] for one in told) == sum(one["planned"] for one in told) == told[0]["predicted"]

@@ -70,20 +70,23 @@ def read_chars():
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
-def transfer(mesh, folder, replicas):
-    """Load through plan and transfer alone, and compare each shard."""
+def transfer(mesh, folder, placement):
+    """Load through plan and transfer alone, and compare each shard; ``placement`` is "upload" as on accelerators."""
+    if placement == "upload":
+        exchange.share_memory = lambda devices: False
     on = resolve_devices(mesh)
     values = tensors(on.mesh.axis_size("model"))
     manifest = manifest_of(Path(folder) / f"{jax.process_index()}.bin", values)
     wanted = bindings(manifest, on.mesh)
-    plan = plan_owners(manifest, wanted, process_of=process_numbers(on.devices), replicas=replicas)
+    plan = plan_owners(manifest, wanted, process_of=process_numbers(on.devices), replicas="broadcast")
     found = {}
     channel = Channel("exchanges")
     positions = [i for i, d in enumerate(on.devices) if d.process_index == jax.process_index()]
-    reads = plan_transfers(manifest, plan.bindings(wanted), host_memory_bytes=None, positions=positions)
+    reads = plan_transfers(manifest, plan.bindings(wanted), host_memory_bytes=None, positions=positions,
+                           uploads=placement == "upload")  # fmt: skip
     options = {"devices": on.devices, "meet": lambda _: channel.together(lambda: None), "on_ready": found.__setitem__}
     before = read_chars()
-    stats = exchange.execute_together(reads, manifest, plan, wanted, **options)
+    stats = exchange.execute_together(reads, manifest, plan, wanted, placement=placement, **options)
     read = read_chars() - before
     wrong = [b.name for b in wanted if not same(found[b.name], as_seen(values[b.name], b.view), b.layout, on)]
     strategies = {b.name: c.strategy for b, c in zip(wanted, plan.choices, strict=True)}
