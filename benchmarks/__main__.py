@@ -35,7 +35,7 @@ COMMANDS = (
     ("parallel_training", "--rounds", "9"),
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
-LONG = (("agreement",), ("convert", "--scale", "1"), ("rekls_training",), ("rekls_start",))
+LONG = (("ready",), ("agreement",), ("convert", "--scale", "1"), ("rekls_training",), ("rekls_start",))
 PACKAGES = ("jax", "jaxlib", "keras", "keras-hub", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "h5py")
 
 
