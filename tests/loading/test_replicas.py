@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from process_runs import Run, told, told_by
 from replicas_child import saved
+from together_child import save
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,16 @@ def test_arrays_are_read_once(tmp_path, replicas):
     assert [one["wrong"] for one in told] == [[], []]
     read = sum(one["chars"] for one in told) / told[0]["whole"]
     assert read < 1.3 if replicas == "broadcast" else read > 1.6
+
+
+def test_steps_and_weights_are_exchanged(tmp_path):
+    save(tmp_path, 1)
+    told = told_by(2, 4, "2x4", "restore", tmp_path, module="replicas_child")
+    assert [one["same"] for one in told] == [True, True]
+    ratios = told[0]["ratios"]
+    assert [exchanged for exchanged, _ in ratios] == [0] * 4 + [16] * 4
+    # Of steps and weights in turn. Bytes of steps are verified by the MiB, which is four of these kernels.
+    assert min(ratio for _, ratio in ratios[:4]) > 1.9 and max(ratio for _, ratio in ratios[5::2]) < 1.05
 
 
 def test_a_process_that_dies_in_an_exchange_ends_the_others_with_the_cause(source):

@@ -129,6 +129,27 @@ def load(mesh, source, replicas):
     tell(wrong=wrong, report=report.to_json(), whole=shardload.report(alone).bytes.needed)
 
 
+def restore(mesh, folder, _):
+    """Restore a step together, by verified bytes, both ways, and load its weights; compare the values."""
+    found, ratios = [], []
+    for way in ("read", "broadcast"):
+        for atomic in (False, True):
+            with shardload.abstract():
+                model = together_child.model(seed=1)
+            options = {
+                "mesh": mesh,
+                "layout": {".*/kernel": (None, "model")},
+                "strict": False,
+                "replicas": way,
+            }
+            report = shardload.restore(model, Path(folder) / "restore", items="weights", atomic=atomic, **options)
+            found.append(together_child.digest(model.weights))
+            ratios.append([report.cluster.exchanged, report.cluster.ratio])
+            report = shardload.load_weights(model, Path(folder) / "load_weights.weights.h5", **options, atomic=atomic)
+            ratios.append([report.cluster.exchanged, report.cluster.ratio])
+    tell(same=len(set(found)) == 1, ratios=ratios)
+
+
 def arrays(mesh, folder, replicas):
     """Load arrays together onto a mesh, and compare each shard."""
     path, on = Path(folder) / "arrays.safetensors", resolve_devices(mesh)
@@ -165,7 +186,7 @@ def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
-    {"transfer": transfer, "load": load, "arrays": arrays, "die": die}[do](mesh, folder, replicas)
+    {"transfer": transfer, "load": load, "arrays": arrays, "restore": restore, "die": die}[do](mesh, folder, replicas)
 
 
 if __name__ == "__main__":
