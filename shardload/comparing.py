@@ -19,7 +19,7 @@ from shardload.errors import MismatchError, MissingExtraError, UnsupportedError
 from shardload.loaders import open_manifest, spec_of
 from shardload.manifest import Decoded, EncodedRows, Manifest
 from shardload.progress import Progress, ProgressLike, as_progress
-from shardload.resolve import resolve
+from shardload.resolve.opening import find_source
 from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 from shardload.units import plural
@@ -79,14 +79,14 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str], *, progr
 
 
 def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], shown: Progress) -> Comparison:
-    one, two = (open_manifest(resolve(source).path) for source in (first, second))
+    one, two = (open_manifest(find_source(source).location) for source in (first, second))
     notes: tuple[str, ...] = ()
     # Formats that share no name, such as GGUF and Keras' own, are compared by what they would load into a model.
     if one.tensors and two.tensors and one.tensors.keys().isdisjoint(two.tensors):
         from shardload.converting.source import of_models  # imports Keras
 
         try:
-            by_weight = of_models(one.source, two.source)
+            by_weight = of_models(one.location, two.location)
         except (UnsupportedError, MismatchError, MissingExtraError) as error:
             notes = (f"they have no tensor name in common, and cannot be compared by their models' weights: {error}",)
         else:

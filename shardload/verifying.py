@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.errors import LimitError, MissingExtraError, ShardloadError, SourceNotFoundError, UnsupportedError
+from shardload.errors import LimitError, MissingExtraError, ShardloadError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Decoded, EncodedRows, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.runs import digests
-from shardload.runs.listing import foreign, is_ours, list_steps
+from shardload.runs.listing import is_ours, list_steps, remote_steps
 from shardload.runs.step import STEP_FILE, StepInfo, StepRecord
-from shardload.stores.remote import location_of
+from shardload.stores.location import Location
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
 _READ_BYTES = 8 << 20
@@ -76,24 +76,23 @@ def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> 
 
 
 def _verdicts(source: str | os.PathLike[str], shown: Progress) -> list[Verdict]:
-    located = location_of(source)
-    if located is not None and located.store.is_remote:  # only steps are verified there
-        if not (steps := list_steps(source)):
-            raise SourceNotFoundError(
-                f"Cannot verify {source}: it contains no steps, and only steps can be verified in remote stores"
-            )
-        return [_remote(info, shown) for info in steps]
-    path = Path(resolve(source).path)
+    resolved = resolve(source)
+    if resolved.remote is not None:
+        if not resolved.remote.exists():
+            resolved.remote.open()  # raises: there is nothing to verify
+        found = remote_steps(str(source), resolved.remote)
+        return [_remote(info, shown) for info in found] or [_readable(resolved.remote, shown)]
+    path = Path(resolved.path)
     if is_ours(path):
         return [_local(path, shown)]
     if steps := list_steps(path) if path.is_dir() else []:
-        return [_local(info.path, shown) if info.ours else _readable(info.path, shown) for info in steps]
-    return [_readable(path, shown)]
+        return [_local(info.path, shown) if info.ours else _readable(info.location, shown) for info in steps]
+    return [_readable(resolved.location, shown)]
 
 
 def _remote(info: StepInfo, shown: Progress) -> Verdict:
     if not info.ours:
-        raise foreign(info.where)
+        return _readable(info.location, shown)
     if info.remote is None:
         return Verdict(info.where, "damaged", None, info.n_bytes, (str(info.problems),))
     return _with_digests(info.remote, info.where, info.n_bytes, shown, left_out=info.recorded.left_out)
@@ -117,14 +116,15 @@ def _size(path: Path) -> int:
     return sum(p.stat().st_size for p in files if p.is_file())
 
 
-def _readable(path: Path, shown: Progress) -> Verdict:
+def _readable(path: Location, shown: Progress) -> Verdict:
     try:
-        manifest = open_manifest(str(path))
+        manifest = open_manifest(path)
     # Not a checkpoint at all, a limit of this process, or a package that is missing: it may be whole.
     except (UnsupportedError, LimitError, MissingExtraError):
         raise
     except ShardloadError as error:
-        return Verdict(str(path), "damaged", None, _size(path), (str(error),))
+        n_bytes = 0 if path.store.is_remote else _size(path.local_path())
+        return Verdict(str(path), "damaged", None, n_bytes, (str(error),))
     size = sum(t.stored_bytes for t in manifest.tensors.values())
     shown.start(size, f"Verifying {path}")
     # Go on after a damaged tensor: the user wants to know of all of them.

@@ -43,6 +43,7 @@ from shardload.keras_bridge.recording import record_variables
 from shardload.keras_bridge.saving import load_layer_assets as load_assets_of_folder
 from shardload.keras_bridge.variables import is_abstract, release_from_mesh
 from shardload.layouts.choice import current_devices
+from shardload.loaders import spec_of
 from shardload.loading import Loaded, run_load_weights
 from shardload.mapping.assets import load_assets, staged_assets
 from shardload.pipeline.request import LoadWeightsRequest, check_backend
@@ -52,6 +53,7 @@ from shardload.resolve import hubs
 from shardload.resolve.opening import open_source
 from shardload.sharding.devices import MeshDevices
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.stores.remote import location_of
 from shardload.text.sources import record_text_source
 
 
@@ -81,7 +83,12 @@ def local_path(path: Any) -> Path:
     return found.absolute()
 
 
-def fill_model(model: Any, path: Path) -> Loaded:
+def url_of(path: Any) -> str | None:
+    """Return an address in a store that shardload reads in place; ``None`` for anything else."""
+    return path if location_of(path) is not None else None
+
+
+def fill_model(model: Any, path: Path | str) -> Loaded:
     """Load weights into a model and place them as Keras would: in its layouts or, if it has none, on one device."""
     # Without a distribution, a mesh of one device; `finish` makes the values ordinary arrays again.
     if current_devices(model) is None:
@@ -118,22 +125,28 @@ def _initialise(model: Any, created: Sequence[Any]) -> None:
 
 def model_call(call: EntryCall) -> Filled:
     """Do the work of ``load_model``: build the model without values, then load its weights and its layers' files."""
-    path = local_path(call.arguments["filepath"])
-    # An archive and a folder have a config.json; an Orbax checkpoint has the configuration inside.
-    checker, config = None, saved_config(path)
-    if is_step := config is None:
-        path = step_of(path) or path
-        opened = open_source(path, "orbax")
-        if not opened.manifest.config:
-            raise NotSupported("the step contains no configuration of a model")
-        checker, config = opened.checker, json.dumps(opened.manifest.config)
+    path: Path | str
+    config: str | None
+    if url := url_of(call.arguments["filepath"]):
+        path, opened = url, open_source(url, None)
+        checker, config, is_step = opened.checker, json.dumps(opened.manifest.config), spec_of(opened.manifest).is_step
+    else:
+        path = local_path(call.arguments["filepath"])
+        # An archive and a folder have a config.json; an Orbax checkpoint has the configuration inside.
+        checker, config = None, saved_config(path)
+        if is_step := config is None:
+            path = step_of(path) or path
+            opened = open_source(path, "orbax")
+            checker, config = opened.checker, json.dumps(opened.manifest.config)
+    if config in (None, "{}"):
+        raise NotSupported("the checkpoint contains no configuration of a model")
     with abstract() as created:
         model = model_from_config(config, call.arguments)
     if not isinstance(model, keras.Model):
         raise NotSupported(f"it is a {type(model).__name__}, expected a model")
     loaded = fill_model(model, path)
     # After the weights, as hooks may use them. Keras can also save a model as a folder instead of an archive.
-    if not is_step and (path / "assets").is_dir():
+    if not is_step and isinstance(path, Path) and (path / "assets").is_dir():
         for _, layer, error in load_assets_of_folder(model, path / "assets"):
             raise NotSupported(f"{layer!r} cannot load the files that it saved in {path / 'assets'}") from error
     else:
@@ -151,6 +164,10 @@ def weights_call(call: EntryCall) -> Filled:
         raise NotSupported("objects_to_skip is given")
     if not model.built:
         raise NotSupported("the model has not been built")
+    if url := url_of(call.arguments["filepath"]):
+        loaded = fill_model(model, url)
+        finish(model, loaded, committed=spec_of(loaded.manifest).is_step)
+        return Filled(None, loaded.report)
     path = local_path(call.arguments["filepath"])
     step = step_of(path)
     loaded = fill_model(model, step or path)

@@ -29,6 +29,7 @@ from shardload.keras_bridge.lora import LoraKernel, lora_kernels, merge
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
 from shardload.mapping.stored_state import map_state
+from shardload.stores.location import Location
 from shardload.units import plural
 
 
@@ -45,7 +46,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
         raise UsageError(f"Cannot use base={str(base)!r}: {manifest.source} has all weights. Omit base")
 
 
-def on_base(base: Source, path: str) -> Source:
+def on_base(base: Source, path: Location) -> Source:
     """Return a source with the weights in the partial step at ``path`` (LoRA factors too), the others from ``base``."""
     step = open_manifest(path)
     structure = step.metadata["structure"]

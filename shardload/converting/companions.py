@@ -88,7 +88,7 @@ class Companions:
 
 def companions_of(manifest: Manifest) -> Companions:
     """Return the files next to a checkpoint's weights; of a GGUF file, tokenizer files made from its header."""
-    source, spec = Path(manifest.source), spec_of(manifest)
+    source, spec = manifest.location.local_folder(), spec_of(manifest)
     if spec.tokenizer == "header":
         if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
             return Companions()

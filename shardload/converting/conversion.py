@@ -56,11 +56,11 @@ from shardload.loaders.registry import spec_named
 from shardload.manifest import View, c_strides
 from shardload.pipeline.request import ignored_names
 from shardload.progress import Progress, ProgressLike, as_progress
-from shardload.resolve import resolve
+from shardload.resolve.opening import find_source
 from shardload.runs import digests
 from shardload.runs.listing import is_ours
 from shardload.stores.local import local_target, working_folder
-from shardload.stores.location import Fingerprint
+from shardload.stores.location import Fingerprint, Location
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name
 
@@ -130,8 +130,8 @@ def convert(
     block_bytes = block_bytes_of(host_memory_bytes)
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
-    found = resolve(src)
-    opened = open_manifest(found.path)
+    found = find_source(src)
+    opened = open_manifest(found.location)
     adapters.check_base(opened, base)
     patterns = ignored_names(ignore)
     # Merging needs the model.
@@ -139,12 +139,12 @@ def convert(
         fidelity.checked_fields(ignore_config)
         source = hugging_face_copy.source_of(opened, ignore=patterns)
     else:
-        weights = found.path if base is None else resolve(base).path
+        weights = found.location if base is None else find_source(base).location
         source = open_with_model(weights, dtype=name, ignore=patterns, ignore_config=ignore_config)
-        source = source if base is None else adapters.on_base(source, found.path)
+        source = source if base is None else adapters.on_base(source, found.location)
     # Overwriting removes the target's folder: one that is or contains the source would take the source with it.
     two = target.resolve()
-    for own in (Path(manifest.source) for manifest in source.manifests):
+    for own in (Path(m.source) for m in source.manifests if not m.location.store.is_remote):
         one = own.resolve()
         if one == two or two in one.parents or one in two.parents:
             raise UsageError(
@@ -207,7 +207,7 @@ def _write(
 def _check_digests(source: Source, progress: Progress) -> None:
     """Raise `DamagedError` if the source is a step saved by shardload whose bytes do not match its digests."""
     for manifest in source.manifests:
-        path = Path(manifest.source)
+        path = manifest.location
         if spec_of(manifest).is_step and is_ours(path):
             progress.start(sum(manifest.files.values()), f"Verifying {path}")
             try:
@@ -320,14 +320,18 @@ class _Work:
         return tensor_digest(self.staging.result, self.places[copy.wanted.name], copy.wanted.dtype.itemsize)
 
 
+def _version(path: Location) -> tuple[int, ...]:
+    if path.store.is_remote:
+        found = path.identity()
+        return found.size, *found.version
+    state = path.local_path().stat()
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+
+
 def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
     """Return a digest of all that determines what a conversion writes: only an equal one continues an earlier run."""
     # A file replaced by one of the same size and time of change differs in its inode or ctime.
-    files = [
-        (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
-        for path in source.files
-        for s in [path.local_path().stat()]
-    ]
+    files = [(str(path), *_version(path)) for path in source.files]
     copies = [
         (c.wanted.name, c.wanted.shape, c.wanted.dtype.name, str(c.view), c.value.view and str(c.value.view))
         for c in plan.copies

@@ -61,7 +61,7 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
     notes = (f"{some(left_out)} left out on request",) if left_out else ()
     found = companions_of(manifest)
     listed = {str(path) for path in manifest.files}
-    parts = {name: path for name, path in _parts(Path(manifest.source)).items() if str(path) not in listed}
+    parts = {name: path for name, path in _parts(manifest.location.local_folder()).items() if str(path) not in listed}
     companions = replace(found, transformers={**found.transformers, **parts})
     notes = (*manifest.notes, *notes, *found.notes, *_other_weights(manifest, companions))
     return Source(replace(manifest, tensors=kept), None, {}, companions, Preprocessing(), notes)
@@ -119,7 +119,7 @@ def _parts(folder: Path) -> dict[str, Path]:
 
 def _other_weights(manifest: Manifest, companions: Companions) -> tuple[str, ...]:
     """Return a note if the copy leaves out other files with weights: the model in another format, or other steps."""
-    folder = Path(manifest.source)
+    folder = manifest.location.local_folder()
     copied = {Path(str(path)) for path in manifest.files} | {folder / name for name in companions.transformers}
     others = [
         path.relative_to(folder).as_posix()

@@ -117,7 +117,7 @@ def _with_files(source: Source, folder: Path) -> Source:
     kept, notes = Companions(), list(source.notes)
     origin = loaded if loaded is not None and _describes(loaded, source.backbone) else None
     layer = Preprocessing(getattr(model, "preprocessor", None))
-    if loaded is not None and Path(loaded.source).exists() and (origin is not None or layer.layer is None):
+    if loaded is not None and loaded.location.exists() and (origin is not None or layer.layer is None):
         kept = companions_of(loaded)
         layer = preprocessing_of(model, loaded, kept)
         notes += [*kept.notes, *layer.notes]

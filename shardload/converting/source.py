@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,7 +99,7 @@ class Source:
 
 
 def open_with_model(
-    path: str, *, dtype: str | None = None, ignore: Sequence[str] = (), ignore_config: Sequence[str] = ()
+    path: str | Location, *, dtype: str | None = None, ignore: Sequence[str] = (), ignore_config: Sequence[str] = ()
 ) -> Source:
     """Open a checkpoint to convert: build its model without values, and find where each variable's value is stored.
 
@@ -108,8 +107,8 @@ def open_with_model(
     """
     manifest = open_manifest(path)
     # The weights file of a preset does not describe a model, but its folder does.
-    weights = Path(manifest.source)
-    if weights.name == WEIGHTS and weights.is_file() and weights.with_name(CONFIG).is_file():
+    weights = manifest.location
+    if weights.name == WEIGHTS and weights.is_file() and (weights.parent / CONFIG).is_file():
         manifest = open_manifest(weights.parent)
     companions = companions_of(manifest)
     # A Hugging Face folder made from a preset keeps KerasHub's configuration, which also has what config.json cannot
@@ -326,7 +325,7 @@ class ModelValues:
         return self._computed[1]
 
 
-def of_models(first: str, second: str) -> tuple[ModelValues, ModelValues]:
+def of_models(first: Location, second: Location) -> tuple[ModelValues, ModelValues]:
     """Open two checkpoints to compare their models' weights, or their backbones' if the models' classes differ."""
     one, two = open_with_model(first), open_with_model(second)
     if type(one.model) is type(two.model):

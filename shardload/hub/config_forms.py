@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError, UnsupportedError
@@ -148,10 +147,10 @@ def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mappi
 
 def config_beside(manifest: Manifest) -> dict[str, Any] | None:
     """Return the Keras configuration in ``NAME.json`` or ``config.json`` next to ``NAME.weights.h5``, if any."""
-    path = Path(manifest.source)
+    path = manifest.location
     # The first ending of a format is that of its weights; a format without one keeps the whole name.
     stem = path.name.removesuffix((*spec_of(manifest).endings, "")[0])
-    for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):
+    for candidate in (path.parent / f"{stem}.json", path.parent / "config.json"):
         if candidate != path and candidate.is_file():
             config = read_object(candidate)
             if "class_name" in config:

@@ -138,7 +138,7 @@ def preset_path(manifest: Manifest) -> str:
 
     KerasHub would take a path that does not exist for the name of a preset, and ask hubs for it.
     """
-    return manifest.source if manifest.location.exists() else os.devnull
+    return str(manifest.location.local_folder()) if manifest.location.exists() else os.devnull
 
 
 # ---- classes -------------------------------------------------------------------------------------

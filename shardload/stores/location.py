@@ -9,6 +9,7 @@ renames a deleted file that is still open to ``.nfs000000000012ab34``.
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
@@ -120,6 +121,20 @@ class Location:
     def local_path(self) -> Path:
         """Return a path on this machine, for libraries that open files themselves."""
         return self.store.local_path(self.key)
+
+    def local_folder(self) -> Path:
+        """Return a path on this machine with the small files (configuration, tokenizer, assets) of this folder."""
+        return self.store.local_folder(self.key)
+
+    def local_part(self, start: int, stop: int) -> Path:
+        """Return a path on this machine of a file that has at least these bytes of this file in their place."""
+        return self.store.local_part(self.key, start, stop)
+
+
+def read_ahead(files: Iterable[Location]) -> None:
+    """Request the first bytes of remote files together, as their headers are read soon; do nothing for local ones."""
+    for store, keys in itertools.groupby(files, lambda file: file.store):
+        store.read_ahead([file.key for file in keys])
 
 
 _opener: ContextVar[Callable[[Location], File] | None] = ContextVar("opener", default=None)

@@ -1,32 +1,74 @@
-"""Folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as stores; `location_of` says whether a source is a URL."""
+"""Files and folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as a store; `location_of` turns a URL into a place.
+
+    s3://bucket/run/7  ─►  Location(RemoteStore("s3://bucket"), "run/7")
+
+What a name means is asked for when it is needed, and remembered: the first bytes of a file (with its size and version),
+the names in a folder. Short reads, of headers, fetch *pages* of files, which are kept for a while.
+"""
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Collection
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsupportedError
+from shardload.errors import (
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    UnsafeSourceError,
+    UnsupportedError,
+)
+from shardload.stores import web_folders
+from shardload.stores.answers import COPY_FIRST, ForbiddenError, OutOfRangeError, WebPageError
+from shardload.stores.clients import Address
+from shardload.stores.local import PrivateCopies
 from shardload.stores.location import Location
-from shardload.stores.requests import Fetch, Requests
-from shardload.stores.store import UNIT_BYTES, FileIdentity, Kind, Store
+from shardload.stores.requests import Fetch, Requests, Version
+from shardload.stores.store import FileIdentity, Kind, Store
 from shardload.units import exact_bytes
 
-_KEPT_UNITS = 8
-"""How many MiB of an open remote file stay in memory: headers of HDF5 and ZIP are read in many short pieces."""
+_PAGE_BYTES = 256 << 10
+"""Bytes of a file that are fetched at once for short reads: the headers of most files are not longer."""
+_KEPT_PAGES = 64
+"""How many pages are kept, of all files of a store: HDF5 and ZIP read their headers in many short pieces."""
+_PAGES_AHEAD = 32
+"""How many files' first pages are requested in advance, if a checkpoint has many files."""
+_COPIED = re.compile(r".*\.(json|model|txt|spm|jinja|tiktoken|vocab)$|(?:.*/)?assets/.*", re.DOTALL)
+"""Matches the paths of small files that libraries open by themselves: configurations, tokenizers, assets."""
+_MAX_COPY_BYTES = 64 << 20
+"""Largest file that is copied to this machine for a library that opens it, in bytes."""
+_MAX_COPIED_BYTES = 512 << 20
+"""Most bytes of all such copies of a store together."""
+_MAX_COPIED_DEPTH = 4
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """What is known about the content of a folder."""
+
+    kinds: dict[str, Kind]
+    is_complete: bool
+    """Whether these are all its names. Otherwise there may be others: an HTTP server was asked for usual names."""
 
 
 class RemoteStore(Store):
     """A store whose files are the objects below a URL; a file's key is the rest of the object's URL.
 
-    Objects do not change while they are read: their names are listed and their sizes determined once.
+    Objects do not change while they are read: a read of another version than the first one is an error.
     """
 
     is_remote = True
 
     def __init__(self, url: str) -> None:
         self.requests = Requests(url)
+        self._folders: dict[str, _Folder | None] = {}
+        self._pages = _Pages(self.requests)
+        self._copies = PrivateCopies()
 
     @property
     def url(self) -> str:
@@ -43,33 +85,48 @@ class RemoteStore(Store):
         """Whether the store can list the names of its files; HTTP servers cannot."""
         return self.requests.can_list
 
-    @functools.cached_property
-    def _tree(self) -> NameTree:
-        return NameTree(self.requests.names())
-
     def shown(self, key: str) -> str:
         """Return the URL of a file or folder, which is its name in messages."""
         return f"{self.url}/{key}".rstrip("/")
 
     def kind(self, key: str) -> Kind | None:
-        """Return whether a key names a file or a folder; if the store cannot list, only the root counts as a folder."""
-        if self.can_list:
-            return self._tree.kinds.get(key)
-        return "folder" if not key else "file" if self.requests.exists(key) else None
+        """Return whether a key names a file or a folder; see `Store.kind`."""
+        if not key:
+            return "folder"
+        folder, _, name = key.rpartition("/")
+        known = self._folders.get(folder)
+        if known is not None and (known.is_complete or name in known.kinds):
+            return known.kinds.get(name)
+        version = self._version(key)
+        # An empty object may stand for a folder. HTTP servers have none of these.
+        if version is not None and (version.size or not self.can_list):
+            return "file"
+        try:
+            if self._folder(key) is not None:
+                return "folder"
+        except ForbiddenError:  # files can be read without the right to list
+            if not self.requests.succeeded:
+                raise
+        return None if version is None else "file"
 
     def names(self, key: str) -> list[str]:
-        """Return the names directly in a folder, sorted; raise `UnsupportedError` if the store cannot list."""
-        if (found := self._tree.names(key)) is None:
+        """Return the names directly in a folder, sorted; of an HTTP server without index pages, usual names alone."""
+        if (found := self._folder(key)) is None:
             raise SourceError(f"Cannot list the folder {self.shown(key)}: it does not exist")
-        return found
+        return sorted(found.kinds)
+
+    def listed(self, key: str = "") -> list[str] | None:
+        """Return all names directly in a folder, sorted; ``None`` if the server does not list them."""
+        found = self._folder(key)
+        return sorted(found.kinds) if found is not None and found.is_complete else None
 
     def open(self, key: str) -> RemoteObject:
         """Open an object for reading; see `Store.open`."""
-        match self.kind(key):
-            case "folder":
+        if self._version(key) is None:
+            if self.kind(key) == "folder":
                 raise SourceError(f"{self.shown(key)} should be a file, but it is a folder")
-            case None:
-                raise SourceNotFoundError(f"There is no file {self.shown(key)}. Check the address")
+            hint = "" if self.can_list else ". If it is a folder, the server shows no list of its files"
+            raise SourceNotFoundError(f"There is no file {self.shown(key)}. Check the address{hint}")
         return RemoteObject(self, key)
 
     def identity(self, key: str) -> FileIdentity:
@@ -77,6 +134,162 @@ class RemoteStore(Store):
         self.open(key)
         found = self.requests.version(key)
         return FileIdentity(0) if found is None else FileIdentity(found.size, (0, found.number))
+
+    def read_ahead(self, keys: Iterable[str]) -> None:
+        """Request the first bytes of files in advance, several at a time; see `Store.read_ahead`."""
+        self._pages.read_ahead(keys)
+
+    def local_path(self, key: str) -> Path:
+        """Copy a file, or a folder's small files (configuration, tokenizer, assets), to a private folder.
+
+        The folder is removed when the store is garbage-collected.
+        """
+        if self.kind(key) == "file":
+            self._copy(key)
+        else:
+            self._copy_folder(key, _MAX_COPIED_DEPTH)
+        return self._copies.path(key)
+
+    def local_folder(self, key: str) -> Path:
+        """Copy a folder's small files to a private folder and return its path; see `Store.local_folder`."""
+        return self.local_path(key) if self.kind(key) == "folder" else Path(self.shown(key))
+
+    def local_part(self, key: str, start: int, stop: int) -> Path:
+        """Copy a part of a file to its place in a private file, which has nothing but zeros elsewhere."""
+        self._bound(key, stop - start)
+        file = self.open(key)
+        self._copies.write(key, file.begin(start, stop).result(), offset=start, shown=self.shown(key))
+        return self._copies.path(key)
+
+    def page(self, key: str, number: int) -> memoryview:
+        """Return 256 KiB of a file, or fewer at its end, for short reads."""
+        found = self._pages.get(key, number).result()
+        return memoryview(b"") if found is None else found
+
+    def _version(self, key: str) -> Version | None:
+        """Return an object's size and version, which come with its first page; ``None`` if there is no such object."""
+        try:
+            if self._pages.get(key, 0).result() is None:
+                return None
+        except OutOfRangeError:
+            return self.requests.empty(key)
+        except ForbiddenError:
+            # Stores that may not tell whether there is such an object refuse access to it.
+            if not self.requests.succeeded:
+                raise
+            return None
+        except WebPageError:
+            if self._folder(key) is None:
+                raise
+            return None
+        return self.requests.version(key)
+
+    def _folder(self, key: str) -> _Folder | None:
+        if key not in self._folders:
+            found = self._listed(key) if self.can_list else self._web_folder(key)
+            self._folders[key] = found if found.kinds or not key else None
+        return self._folders[key]
+
+    def _listed(self, key: str) -> _Folder:
+        entries = self.requests.entries(key)
+        kinds: dict[str, Kind] = {name: "folder" if size is None else "file" for name, size in entries.items() if name}
+        return _Folder(kinds, is_complete=True)
+
+    def _web_folder(self, key: str) -> _Folder:
+        if key.lower().endswith(web_folders.FILE_ENDINGS):
+            return _Folder({}, is_complete=True)
+        try:
+            page = self.requests.page(key)
+        except (ForbiddenError, SourceNotFoundError):
+            page = None
+        if page and (found := web_folders.links(page, self.requests.encoded(key))):
+            return _Folder({name: "folder" if inside else "file" for name, inside in found.items()}, is_complete=True)
+        usual = [name for name in web_folders.USUAL_NAMES if not page]
+        self._pages.read_ahead(_joined(key, name) for name in usual)
+        there: dict[str, Kind] = {name: "file" for name in usual if self._is_object(_joined(key, name))}
+        return _Folder(there, is_complete=False)
+
+    def _is_object(self, key: str) -> bool:
+        try:
+            return self._version(key) is not None
+        except WebPageError:
+            return False
+
+    def _copy_folder(self, key: str, depth: int) -> None:
+        for name in self.names(key):
+            inside = _joined(key, name)
+            if self.kind(inside) == "file":
+                if _COPIED.fullmatch(inside) and not self._copies.has(inside):
+                    self._copy(inside)
+            elif depth and name in web_folders.USUAL_FOLDERS:
+                self._copy_folder(inside, depth - 1)
+        self._copies.path(key).mkdir(parents=True, exist_ok=True)
+
+    def _copy(self, key: str) -> None:
+        if self._copies.has(key):
+            return
+        with_size = self.open(key)
+        self._bound(key, with_size.n_bytes)
+        data = memoryview(bytearray(with_size.n_bytes))
+        with_size.read_into(data, 0)
+        self._copies.write(key, data, shown=self.shown(key))
+
+    def _bound(self, key: str, n_bytes: int) -> None:
+        if n_bytes > _MAX_COPY_BYTES:
+            raise UnsupportedError(
+                f"{self.shown(key)} has {exact_bytes(n_bytes)} and would have to be copied to this machine; the limit "
+                f"is {exact_bytes(_MAX_COPY_BYTES)}. {COPY_FIRST}"
+            )
+        if self._copies.n_bytes + n_bytes > _MAX_COPIED_BYTES:
+            raise UnsafeSourceError(
+                f"{self.shown(key)}: the small files of this checkpoint have more than "
+                f"{exact_bytes(_MAX_COPIED_BYTES)} together. {COPY_FIRST}"
+            )
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+class _Pages:
+    """The pages of files that are kept for short reads, and those that are on their way. Thread-safe."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._kept: OrderedDict[tuple[str, int], Fetch] = OrderedDict()
+        self._waiting: deque[str] = deque()
+        self._begun: set[str] = set()
+        self._lock = threading.Lock()
+
+    def get(self, key: str, number: int) -> Fetch:
+        """Return the request for a page, which may be answered already."""
+        with self._lock:
+            self._begun.discard(key)
+            found = self._begin(key, number)
+            self._top_up()
+            while len(self._kept) > _KEPT_PAGES + len(self._begun):
+                self._kept.popitem(last=False)
+            return found
+
+    def read_ahead(self, keys: Iterable[str]) -> None:
+        """Request the first pages of files, a limited number of them at a time."""
+        with self._lock:
+            self._waiting.extend(keys)
+            self._top_up()
+
+    def _top_up(self) -> None:
+        while self._waiting and len(self._begun) < _PAGES_AHEAD:
+            key = self._waiting.popleft()
+            self._begun.add(key)
+            self._begin(key, 0)
+
+    def _begin(self, key: str, number: int) -> Fetch:
+        page = key, number
+        if page not in self._kept:
+            start = number * _PAGE_BYTES
+            self._kept[page] = self._requests.begin(key, start, start + _PAGE_BYTES)
+        self._kept.move_to_end(page)
+        return self._kept[page]
 
 
 class RemoteObject:
@@ -86,13 +299,10 @@ class RemoteObject:
 
     def __init__(self, store: RemoteStore, key: str) -> None:
         self._store, self._key = store, key
-        self._unit = functools.lru_cache(_KEPT_UNITS)(
-            lambda unit: self.begin(unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES).result()
-        )
 
     @property
     def n_bytes(self) -> int:
-        """Size of the file in bytes; the store is asked for it when it is first needed."""
+        """Size of the file in bytes, which came with its first page."""
         if (found := self._store.requests.size(self._key)) is None:
             raise SourceNotFoundError(f"There is no file {self._store.shown(self._key)}. Check the address")
         return found
@@ -104,26 +314,27 @@ class RemoteObject:
         return PendingObject(fetch, stop - start, shown=self._store.shown(self._key))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` from ``offset`` on; a short read fetches a whole MiB, which is kept for later reads."""
+        """Fill ``buffer`` from ``offset`` on; a short read fetches whole pages, which are kept for later reads."""
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
                 f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected {offset + len(rest)} or more"
             )
-        if len(rest) >= UNIT_BYTES:
+        if len(rest) > _PAGE_BYTES:
             rest[:] = self.begin(offset, offset + len(rest)).result()
             return
         while rest:
-            unit, skip = divmod(offset, UNIT_BYTES)
-            part = self._unit(unit)[skip : skip + len(rest)]
+            number, skip = divmod(offset, _PAGE_BYTES)
+            part = self._store.page(self._key, number)[skip : skip + len(rest)]
+            if not part:
+                raise TransferError(f"{self._store.shown(self._key)} changed while it was read: it is shorter now")
             rest[: len(part)] = part
             rest, offset = rest[len(part) :], offset + len(part)
 
     read_unchecked = read_into
 
     def close(self) -> None:
-        """Forget the bytes that are kept for short reads."""
-        self._unit.cache_clear()
+        """Do nothing: pages belong to the store."""
 
 
 class PendingObject:
@@ -166,12 +377,17 @@ class NameTree:
         return sorted(name for name in inside if "/" not in name)
 
 
-REMOTE_SCHEMES = ("s3", "gs", "http", "https")
-"""Schemes of URLs that `RemoteStore` reads: only training steps (saved states), as only they have digests."""
-SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(
-    REMOTE_SCHEMES, lambda url: Location(RemoteStore(url), "")
-)
+SCHEMES: dict[str, Callable[[str], Location]] = {}
 """URL scheme → function that returns the location of a URL. A new scheme needs an entry here, and a `Store`."""
+
+
+def _in_store(url: str) -> Location:
+    address = Address.parse(url)
+    query = f"?{address.query}" if address.query else ""
+    return Location(RemoteStore(f"{address.root}{query}"), address.path)
+
+
+SCHEMES |= dict.fromkeys(("s3", "gs", "http", "https"), _in_store)
 
 
 def location_of(source: object) -> Location | None:
@@ -182,10 +398,13 @@ def location_of(source: object) -> Location | None:
 
 
 def remote_store(source: object) -> RemoteStore | None:
-    """Return the store at a URL of `REMOTE_SCHEMES`; ``None`` for a local path. Raise for any other URL."""
+    """Return a store of what is below a URL, whose keys are relative to it; ``None`` for a local path.
+
+    Raise for a URL that is not of a remote store.
+    """
     found = location_of(source)
     if found is not None and isinstance(found.store, RemoteStore):
-        return found.store
+        return RemoteStore(str(source))
     if found is not None or (isinstance(source, str) and _OTHER_URL.match(source)):
         raise UnsupportedError(f"Cannot read {source}, expected a path, or an address at s3://, gs:// or http(s)://")
     return None

@@ -54,6 +54,8 @@ _SMALL_BYTES = 1 << 20
 """How many bytes are read of a file before its size is known, if it is to be read as a whole."""
 _SIGNED_FOR = timedelta(minutes=1)
 _HTML = "text/html"
+_MAX_PAGE_BYTES = 4 << 20
+"""Longest web page that is searched for links to the files of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Requests:
         self._versions: dict[str, Version] = {}
         self.answered = False
         """Whether the store has answered a request, so that its address is right."""
+        self.succeeded = False
+        """Whether the store has sent something that was asked for, so that access is granted in principle."""
 
     @functools.cached_property
     def _client(self) -> Any:
@@ -148,24 +152,43 @@ class Requests:
                 if self.read(name, 0, 1) is None:
                     return None
             except OutOfRangeError:
-                self._versions.setdefault(name, Version(0))
+                return self.empty(name)
             known = self._versions[name]
         return known
+
+    def empty(self, name: str) -> Version:
+        """Return the version of an object that turned out to be empty."""
+        return self._versions.setdefault(name, Version(0))
+
+    def encoded(self, name: str) -> str:
+        """Return the address of an object on an HTTP server as it is sent, without what follows ``?``."""
+        return f"{self.address.root}/{quote(self.path(name))}"
 
     def size(self, name: str) -> int | None:
         """Return the size of an object; ``None`` if there is no such object."""
         found = self.version(name)
         return None if found is None else found.size
 
-    def names(self, folder: str = "") -> list[str]:
-        """Return the names of all objects below a folder, relative to this folder."""
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return name → size in bytes of all objects below a folder, relative to this folder, sorted."""
+        return dict(sorted(self._list(folder, whole=True).items()))
+
+    def entries(self, folder: str = "") -> dict[str, int | None]:
+        """Return name → size in bytes of what is directly in a folder; ``None`` is the size of a folder in it."""
+        return self._list(folder, whole=False)
+
+    def _list(self, folder: str, *, whole: bool) -> dict[str, Any]:
         if not self.can_list:
-            raise UnsupportedError(f"Cannot list {self.url}: HTTP servers do not list their files")
-        found: list[str] | None = Fetch(
-            self._repeated(folder, _Listing(self, folder)), shown=self._shown(folder)
-        ).wait()
+            raise UnsupportedError(f"Cannot list {self._shown(folder)}: HTTP servers do not list their files")
+        request = _Listing(self, folder, whole=whole)
+        found: dict[str, Any] | None = Fetch(self._repeated(folder, request), shown=self._shown(folder)).wait()
         if found is None:
             raise SourceNotFoundError(f"There is no bucket {self.address.root}. Check the address")
+        return found
+
+    def page(self, name: str) -> bytes | None:
+        """Return the web page that an HTTP server sends for a folder; ``None`` if it sends none, or something else."""
+        found: bytes | None = Fetch(self._repeated(name, _Page(self, name)), shown=self._shown(name)).wait()
         return found
 
     def path(self, name: str) -> str:
@@ -214,14 +237,14 @@ class Requests:
                     raise answers.failure(self.url, name, failed, tries=tries, spent_s=spent_s) from None
                 await sleep(pause_s)
             else:
-                self.answered = True
+                self.answered = self.succeeded = True
                 return found
 
     def _pause_asked(self, name: str) -> float:
         path = self.path(name)
         if self.address.is_http:
             query = f"?{self.address.query}" if self.address.query else ""
-            return answers.pause_asked(f"{self.address.root}/{quote(path)}{query}")
+            return answers.pause_asked(f"{self.encoded(name)}{query}")
         import obstore
 
         try:
@@ -272,18 +295,41 @@ class _Body(_Request):
 
 
 class _Listing(_Request):
-    """A request for the names of all objects below a folder."""
+    """A request for the names of objects: of all below a folder (``whole``), or of what is directly in it."""
 
-    def __init__(self, requests: Requests, folder: str) -> None:
-        self._requests, self._folder = requests, folder
+    def __init__(self, requests: Requests, folder: str, *, whole: bool) -> None:
+        self._requests, self._folder, self._whole = requests, folder, whole
 
-    async def send(self, client: Any) -> list[str]:
+    async def send(self, client: Any) -> dict[str, int | None]:
         import obstore
 
         prefix = self._requests.path(self._folder)
-        found = await obstore.list(client, prefix or None).collect_async()
         skip = len(prefix) + 1 if prefix else 0
-        return sorted(meta["path"][skip:] for meta in found)
+        found: dict[str, int | None] = {}
+        if self._whole:
+            objects = await obstore.list(client, prefix or None).collect_async()
+        else:
+            listed = await obstore.list_with_delimiter_async(client, prefix or None)
+            objects = listed["objects"]
+            found |= {path[skip:].strip("/"): None for path in listed["common_prefixes"]}
+        # Some programs make an object for each folder: what contains other objects is a folder.
+        return {meta["path"][skip:]: meta["size"] for meta in objects} | found
+
+
+class _Page(_Request):
+    """A request for the web page by which an HTTP server shows a folder."""
+
+    def __init__(self, requests: Requests, name: str) -> None:
+        self._requests, self._name = requests, name
+
+    async def send(self, client: Any) -> bytes | None:
+        import obstore
+
+        answer = await obstore.get_async(client, self._requests.path(self._name))
+        is_page = answer.attributes.get("Content-Type", "").startswith(_HTML)
+        if not is_page or answer.meta["size"] > _MAX_PAGE_BYTES:
+            return None
+        return bytes(await answer.bytes_async())
 
 
 class Fetch:

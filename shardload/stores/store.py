@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -125,6 +125,18 @@ class Store(ABC):
             f"Cannot open {self.shown(key)} in place: the library that reads it needs a file on this machine. "
             "Copy the checkpoint to this machine and load it from there"
         )
+
+    def local_folder(self, key: str) -> Path:
+        """Return a path that has the small files (configuration, tokenizer, assets) of a folder, or would have them."""
+        return Path(self.shown(key))
+
+    def local_part(self, key: str, start: int, stop: int) -> Path:
+        """Return a local path of a file that has at least bytes ``[start, stop)`` of it in their place."""
+        del start, stop
+        return self.local_path(key)
+
+    def read_ahead(self, keys: Iterable[str]) -> None:  # noqa: B027 - optional
+        """Expect that the first bytes of these files are needed soon: a remote store requests them together."""
 
     def is_link(self, key: str) -> bool:
         """Whether a key names a symbolic link."""

@@ -96,7 +96,7 @@ class TextInput:
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
         """Give a model the preprocessor that the thread makes, once it is made; return the reason if it failed."""
         # A source that has none, such as a folder with weights only, needs no line in the report.
-        has_vocabulary = any((Path(manifest.source) / name).is_file() for name in _VOCABULARIES)
+        has_vocabulary = any((manifest.location / name).is_file() for name in _VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
         try:
             if self._making is not None:

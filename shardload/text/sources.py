@@ -66,7 +66,7 @@ def tokenizer_for(model: Any) -> Tokenizer:
 
 def tokenizer_of(manifest: Manifest) -> Tokenizer:
     """Load the tokenizer of an opened checkpoint, or raise if it has none."""
-    folder = Path(manifest.source)
+    folder = manifest.location.local_folder()
     found: Tokenizer | None = None
     try:
         match spec_of(manifest).tokenizer:

@@ -1,6 +1,5 @@
 """What a restore from an object store says when the store, the network or the step are not as they should be."""
 
-import json
 import shutil
 import time
 
@@ -270,12 +269,15 @@ def test_an_error_says_the_status_and_the_address(store, scheme):
 
 @pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
 @pytest.mark.parametrize("size", [0, 3])
-def test_a_file_of_another_format_exists_but_is_not_read(objects, store, scheme, size):
+def test_a_file_that_is_no_checkpoint(objects, store, scheme, size):
     (objects[0] / "m.weights.h5").write_bytes(bytes(size))
     url = f"{getattr(store, scheme)}/m.weights.h5"
-    for call in (shardload.load, shardload.inspect, verify, list_steps):
-        with pytest.raises(UnsupportedError, match=f"^Cannot read {url}: it is a file, and only training steps .*Copy"):
+    for call in (shardload.load, shardload.inspect):
+        with pytest.raises(SourceError, match=f"^{url} (is empty|has the ending of a keras-h5 file, but begins)"):
             call(url)
+    assert [found.verdict for found in verify(url)] == ["damaged"]
+    with pytest.raises(SourceNotFoundError, match=f"^Cannot find steps at {url}: it is a file, expected the folder"):
+        list_steps(url)
 
 
 def test_nothing_there(objects, store):
@@ -285,26 +287,32 @@ def test_nothing_there(objects, store):
     expect(SourceNotFoundError, store.http + "/run", f"There is no step at {store.http}/run/7", step=7)
     expect(SourceNotFoundError, store.http + "/run/7", f"There is no step at {store.http}/run/7")
     expect(UsageError, store.http + "/run", "Cannot find step 'newest'", step="newest")
-    with pytest.raises(SourceNotFoundError, match="There is nothing at s3://bucket/nowhere"):
-        verify(store.s3 + "/nowhere")
-    with pytest.raises(SourceNotFoundError, match="contains no steps"):
-        verify(store.s3)
+    for url in (store.s3 + "/nowhere", store.http + "/nowhere"):
+        with pytest.raises(SourceNotFoundError, match=f"There is no file {url}. Check the address"):
+            verify(url)
     (objects[0] / "preset").mkdir(exist_ok=True)
     (objects[0] / "preset" / "config.json").write_text("{}")
-    with pytest.raises(SourceNotFoundError, match=r"Only training steps are read .*: copy other checkpoints"):
-        shardload.load(store.s3 + "/preset")
+    for root in (store.s3, store.http):
+        with pytest.raises(SourceError, match=r"preset/config.json should describe a model"):
+            shardload.load(root + "/preset")
 
 
 def test_http_lists_nothing(store):
-    expect(UnsupportedError, store.http + "/run", "HTTP servers do not list", f"({store.http}/run/100)", "(step=100)")
+    expect(UnsupportedError, store.http + "/run", "does not list its files", f"({store.http}/run/100)", "(step=100)")
 
 
-def test_foreign_steps_are_not_believed(store):
+def test_http_with_index_pages_lists_steps(store):
+    store.has_index = True
+    assert [(info.step, info.ours) for info in list_steps(store.http + "/run")] == [(1, True), (2, True)]
+    assert [(info.step, info.ours) for info in list_steps(store.http + "/foreign")] == [(3, False)]
+    assert [found.verdict for found in verify(store.http + "/run")] == ["verified", "verified"]
+
+
+def test_foreign_steps_are_told_apart(store):
     for url in (store.s3 + "/foreign", store.s3 + "/foreign/3", store.http + "/foreign/3"):
-        expect(UnsupportedError, url, "was not saved by shardload", "Copy it to this machine first")
+        expect(SourceError, url, "foreign/3 should contain a folder with a tree of arrays")
     assert [info.ours for info in list_steps(store.s3 + "/foreign")] == [False]
-    with pytest.raises(UnsupportedError, match="was not saved by shardload"):
-        verify(store.s3 + "/foreign")
+    assert [found.verdict for found in verify(store.s3 + "/foreign")] == ["damaged"]
 
 
 def test_damage_of_a_compressed_step(objects, store):
@@ -380,13 +388,9 @@ def test_a_list_of_files_too_large_is_not_fetched(objects, store):
     assert store.sent_of("run/2/shardload/digests.json") <= 1 << 20
 
 
-def test_only_training_steps_are_read_from_afar(store, capfd):
-    with pytest.raises(UnsupportedError, match="only training steps"):
+def test_another_format_is_insisted_on(store):
+    with pytest.raises(SourceNotFoundError, match=r"s3://bucket/run should contain a \.gguf file, but contains 1, 2"):
         shardload.load(store.s3 + "/run", format="gguf")
-    for command in (["convert", store.s3 + "/run", "there", "--to", "h5"], ["diff", store.s3 + "/run", "there"]):
-        assert main([*command, "--json"]) == 1
-        error = json.loads(capfd.readouterr().out)["error"]
-        assert "Copy" in error["message"] and error["type"] == "UnsupportedError"
     with pytest.raises(UsageError, match="a path on this machine"):
         shardload.callbacks.OrbaxCheckpoint("s3://bucket/run")
 

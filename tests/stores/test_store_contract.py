@@ -7,12 +7,13 @@ from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
 from object_server import served
 from store_contract import FILES, LARGE, StoreContract
 
-from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError
 from shardload.loaders.contents import descendant, member
 from shardload.stores.json_files import read_object
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.remote import location_of
+from shardload.stores.web_folders import links
 
 
 def write(folder):
@@ -68,6 +69,8 @@ class TestLocal(StoreContract):
 class TestRemoteStore(StoreContract):
     """A folder in S3 and in GCS, without digests."""
 
+    has_paths = True
+
     shown = "://bucket/folder"
 
     @pytest.fixture
@@ -84,26 +87,60 @@ class TestRemoteStore(StoreContract):
         with (location / "sub/deep/d/large").stream() as stream:
             stream.read(1)
             server.requests.clear()
-            assert [stream.seek(at) and stream.read(3) for at in (9, 500, 100_000, 999_000)]
+            assert [stream.seek(at) and stream.read(3) for at in (9, 500, 100_000, 199_000)]
             assert len(server.requests) == 0
             stream.seek(2 << 20)
             assert stream.read() == LARGE[2 << 20 :] and len(server.requests) == 1
 
-    def test_the_size_of_a_file_is_found_in_few_round_trips(self, location, server, tmp_path):
+    def test_the_size_of_a_file_comes_with_its_first_bytes(self, location, server, tmp_path):
         for size in (0, 1, 1023, 1024, 1025, 1 << 20, (5 << 20) - 1):
             with (tmp_path / "folder" / f"of_{size}").open("wb") as file:
                 file.truncate(size)
         for size in (0, 1, 1023, 1024, 1025, 1 << 20, (5 << 20) - 1):
             path = location_of(str(location)) / f"of_{size}"
             assert path.size == path.size == size
-        assert server.bytes_sent < 7 * 200
+        assert len([key for _, key, *_ in server.requests if key is not None]) == 6  # the server does not count a 416
 
-    def test_http_lists_nothing_but_reads(self, server):
+    def test_http_reads_without_a_list(self, server, tmp_path):
         location = location_of(f"{server.http}/folder")
-        assert location.is_folder() and (location / "empty").is_file() and not (location / "none").exists()
+        assert (location / "empty").is_file() and not (location / "none").exists()
         assert read_object(location / "a.json") == {"a": 1} and (location / "sub/deep/d/large").size == len(LARGE)
-        with pytest.raises(UnsupportedError, match="HTTP servers do not list"):
-            location.names()
+        with pytest.raises(SourceError, match=r"Cannot list the folder .*/sub/deep: it does not exist"):
+            (location / "sub/deep").names()
+        (tmp_path / "folder" / "config.json").write_text("{}")
+        again = location_of(f"{server.http}/folder")
+        assert again.is_folder() and again.names() == ["config.json"] and (again / "a.json").is_file()
+
+    def test_http_lists_by_an_index_page(self, server, tmp_path):
+        (tmp_path / "folder" / "a b&c#é.txt").write_text("odd")
+        server.has_index = True
+        location = location_of(f"{server.http}/folder")
+        assert location.names() == sorted(path.name for path in (tmp_path / "folder").iterdir())
+        assert (location / "sub").is_folder() and (location / "a b&c#é.txt").read_header(3, offset=0, what="") == b"odd"
+        assert not (location / "none").exists()
+
+    def test_an_index_page_leads_nowhere_else(self, server):
+        page = b"""<a href="../up">..</a><a href="/bucket/folder/good">g</a><a href="http://other/bucket/folder/x">x</a>
+        <a href="?C=M">sort</a><a href="a/b">deep</a><a href="%2e%2e">dots</a><a href="c%2Fd">slash</a>
+        <a href="e/">e</a>"""
+        assert links(page, f"{server.http}/folder") == {"good": False, "e": True}
+
+    def test_an_object_that_stands_for_a_folder(self, location, server, tmp_path):
+        """Consoles of stores make an empty object for a folder."""
+        server.markers.add("folder/sub")
+        again = location_of(str(location))
+        assert (again / "sub").is_folder() and (again / "sub/b").is_file() and "sub" in again.names()
+
+    def test_a_store_that_refuses_what_it_lacks(self, location, server):
+        """S3 answers 403 in place of 404 to those who may not list."""
+        assert (location / "a.json").is_file()
+        server.status |= {"folder/none": 403, "": 403}
+        assert not (location / "none").exists() and (location / "empty").is_file()
+
+    def test_parts_of_files_are_copied_to_their_place(self, location):
+        path = (location / "sub/deep/d/large").local_part(1000, 3000)
+        assert path.read_bytes() == bytes(1000) + LARGE[1000:3000]
+        assert (location / "sub/deep/d/large").size == len(LARGE)
 
 
 class TestMemory(StoreContract):

@@ -24,7 +24,8 @@ class ObjectServer:
     Attributes of an instance may be changed at any time: ``status`` (path → HTTP status to answer with), ``tampered``
     (path → function of the object's bytes), ``stalled`` (path → how many bytes it sends after the headers, and then
     nothing more), ``cut`` (path → how many answers end in the middle), ``moved`` (path → status and address of a
-    redirect), ``page`` (a web page sent in place of the objects in ``paged``, or of all with ``*``).
+    redirect), ``page`` (a web page sent in place of the objects in ``paged``, or of all with ``*``), ``markers`` (empty
+    objects that stand for folders), ``has_index`` (folders are shown by pages with links).
     """
 
     def __init__(self, folder):
@@ -33,7 +34,8 @@ class ObjectServer:
         self.headers = []  # of each request
         self.status, self.tampered, self.stalled, self.cut, self.moved = {}, {}, {}, {}, {}
         self.page, self.paged = b"<!DOCTYPE html><title>Log in</title>" * 4, set()
-        self.ignores_ranges = False
+        self.markers = set()  # empty objects that stand for folders
+        self.ignores_ranges = self.has_index = False
         self.released = threading.Event()
         self.server = _Server(("127.0.0.1", 0), _handler(self))
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
@@ -77,6 +79,8 @@ class ObjectServer:
 
     def size(self, key):
         """Of an object; None where there is none."""
+        if key in self.markers:
+            return 0
         path = self.folder / key
         if not path.is_file():
             return None
@@ -84,6 +88,8 @@ class ObjectServer:
 
     def tag(self, key):
         """The ETag of an object: another one for each version."""
+        if key in self.markers:
+            return '"marker"'
         found = (self.folder / key).stat()
         return f'"{found.st_ino:x}-{found.st_mtime_ns:x}"'
 
@@ -103,10 +109,12 @@ class ObjectServer:
         self.cut.clear()
         self.moved.clear()
         self.paged.clear()
-        self.ignores_ranges = False
+        self.ignores_ranges = self.has_index = False
+        self.markers.clear()
 
     def names(self):
-        return sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file())
+        found = (p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file())
+        return sorted({*found, *self.markers})
 
 
 class _Server(ThreadingHTTPServer):
@@ -145,6 +153,8 @@ def _handler(store):
             if (code := store.status.get(key, store.status.get("*"))) is not None:
                 store.requests.append((self.command, key, None, 0))
                 return self._say(code, _xml_error("AccessDenied" if code == 403 else "InternalError"))
+            if store.has_index and (store.folder / key).is_dir():
+                return self._index(store.folder / key)
             if key in store.moved:
                 code, location = store.moved[key]
                 store.requests.append((self.command, key, None, 0))
@@ -182,6 +192,13 @@ def _handler(store):
                 self.close_connection = True
                 return self._say(code, body[: len(body) // 2], headers, length=len(body))
             return self._say(code, body, headers, length=last + 1 - first)
+
+        def _index(self, folder):
+            if not self.path.endswith("/"):
+                return self._say(301, b"moved", {"Location": f"{self.path}/"})
+            names = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in folder.iterdir()]
+            body = "".join(f'<li><a href="{urllib.parse.quote(name)}">{escape(name)}</a>' for name in ["../", *names])
+            return self._say(200, body.encode(), {"Content-Type": "text/html; charset=utf-8"})
 
         def _list(self, query):
             store.requests.append((self.command, None, None, 0))

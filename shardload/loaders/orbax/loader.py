@@ -31,7 +31,6 @@ from shardload.loaders.orbax import ocdbt, zarr
 from shardload.loaders.orbax.ocdbt import MAX_KEYS, OcdbtValue
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Extent, Manifest, Tensor
-from shardload.stores.answers import COPY_FIRST
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
 from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
@@ -298,10 +297,6 @@ class Arrays:
         self._folder = folder
         self._is_complete = is_complete
         is_ocdbt = ocdbt.MANIFEST in folder.names()
-        if not is_ocdbt and folder.store.is_remote:  # each chunk would be a file to fetch
-            raise UnsupportedError(
-                f"{folder} has a folder for each array, which can only be read on this machine. {COPY_FIRST}"
-            )
         values = ocdbt.read_values(folder) if is_ocdbt else _files(folder)
         self._total = sum(value.length for value in values.values())
         # An array named "" is the root of the store: a tree may have an empty text as key.

@@ -92,14 +92,14 @@ class OcdbtWalk:
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
         """Yield each key in the newest version of the store with the place of its value, in key order."""
-        # Fetches small remote files, the manifest among them.
-        self.folder.local_path()
         manifest = self.folder / MANIFEST
         size = self._file(MANIFEST)[1]
         if size > _MAX_MANIFEST_BYTES:
             raise UnsafeSourceError(f"{manifest} should have at most {_MAX_MANIFEST_BYTES} bytes, but has {size}")
         if not size:
             raise TruncatedSourceError(f"{manifest} is empty. The save did not finish; use another step")
+        # TensorStore opens the file itself.
+        manifest.local_part(0, size)
         _refuse_inflation(manifest.read_header(size, offset=0, what="the manifest"), manifest)
         versions = self.dump(None, manifest).get("versions")
         if not versions:
@@ -120,8 +120,7 @@ class OcdbtWalk:
                 f"{found.path} contains a B-tree node of {exact_bytes(found.length)}, or too many levels"
             )
         self._count(found)
-        # TensorStore opens the file itself: a remote one is fetched now, and only once.
-        found.path.local_path()
+        found.path.local_part(found.offset, found.offset + found.length)
         _refuse_inflation(found.read(_MAX_NODE_BYTES, what="a B-tree node"), found.path)
         node = self.dump(location, found.path)
         for entry in node["entries"]:
@@ -182,7 +181,7 @@ class OcdbtWalk:
         """Let TensorStore decode the B-tree node at ``location``, or the manifest if ``None``; errors name ``path``."""
         import tensorstore as ts  # 0.2 s to import
 
-        folder = f"{self.folder.local_path()}/"
+        folder = f"{(self.folder / MANIFEST).local_part(0, 0).parent}/"
         if "\\" in folder:
             raise SourceError(f"Cannot read {path}: {BACKSLASH}. Rename the folder")
         try:
