@@ -3,7 +3,8 @@
 What a source may be; the first that exists is taken::
 
     ./model.weights.h5      a path
-    kaggle://… hf://…       a handle of a model hub: found in the hub's local cache, else downloaded
+    kaggle://…              a handle of a model hub: found in the hub's local cache, else downloaded
+    hf://…                  found in the hub's local cache, else read in place, like an address
     s3://… gs://… http://…  a checkpoint in a store, read in place: `shardload.stores.remote`
     gemma3_270m             real weights from a pip package, joined once to a file in the checkpoint root
     my_model                a folder or file in the checkpoint root (SHARDLOAD_HOME), also without its file ending
@@ -269,6 +270,9 @@ def _handle(text: str, *, weights: bool) -> Resolved:
             f"Cannot read {text}, expected a path, a name, or an address at s3://, gs://, http(s)://, hf:// or "
             "kaggle://. Copy it to a local folder first"
         )
+    if text.startswith("hf://") and hubs.hugging_face_cache(text, weights=weights) is None:
+        place = hubs.hugging_face_place(text)
+        return Resolved(str(place), f"read from {place.store.shown('')}", remote=place)
     return Resolved(str(hubs.fetch(text, weights=weights)))
 
 

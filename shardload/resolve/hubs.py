@@ -13,17 +13,21 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from shardload.errors import MissingExtraError, SourceNotFoundError
 from shardload.loaders.contents import part_number, pattern_of
 from shardload.stores.local import any_home, home
+from shardload.stores.location import Location
+from shardload.stores.remote import RemoteStore
+from shardload.stores.requests import KnownObjects, Requests
 from shardload.units import plural
 
 _CONNECT_S = 4.0
 """Seconds to wait for a connection: enough for a satellite link, but too few to look like a hang."""
 _KAGGLE_URL = "https://api.kaggle.com"
 """The server that kagglehub queries; before a download, a short attempt shows whether it can be reached."""
+_HF = "hf://"
 _CONFIG = "config.json"
 _OPTIONAL_FILES = ("task.json", "metadata.json")
 _ABSENT = ("404 Client Error", "is not present in the model files")
@@ -98,31 +102,78 @@ def _kaggle_configuration(name: str) -> Path:
     return Path(kagglehub.model_download(name, _CONFIG)).parent
 
 
-def _from_hugging_face(name: str, *, weights: bool) -> Path:
-    asked = HubName.parse(name)
+def hugging_face_place(handle: str) -> Location:
+    """Return the place of a repository of the Hugging Face Hub, or of a file in it, to be read there by ranges.
+
+    The revision is looked up once: what is read later is that commit's.
+    """
+    asked = HubName.parse(handle.removeprefix(_HF))
     try:
-        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import HfApi, constants, get_hf_file_metadata, get_token
     except ImportError as error:
         raise MissingExtraError.explaining(error, needed_for=str(asked), extra="hub") from error
-
-    def download(*, patterns: list[str], local_files_only: bool = False) -> Path:
-        folder = snapshot_download(
-            asked.repository, revision=asked.revision, allow_patterns=patterns, local_files_only=local_files_only
-        )
-        return Path(folder) / asked.path
-
-    # From the cache alone at first: huggingface_hub would ask the server for a newer revision, and needs a network.
-    everything = _hf_patterns(asked.path)
+    _require_network(constants.ENDPOINT, str(asked))
     try:
-        cached = download(patterns=everything, local_files_only=True)
-        if _is_there(cached) or (not weights and (cached / _CONFIG).exists()):
-            return cached
-    except Exception:  # not in the cache, for any reason: fetch it
-        pass
+        found = HfApi(endpoint=constants.ENDPOINT).model_info(
+            asked.repository, revision=asked.revision, files_metadata=True
+        )
+    except Exception as error:  # huggingface_hub raises a dozen kinds, its own and those of its HTTP client
+        raise SourceNotFoundError(_refused(str(asked), error)) from error
+    files = {file.rfilename: file for file in found.siblings or ()}
+    url = f"{constants.ENDPOINT}/{asked.repository}/resolve/{found.sha}"
+
+    def address_of(name: str) -> str | None:
+        own = f"{url}/{quote(name)}"
+        location = get_hf_file_metadata(own).location
+        return None if location == own else location
+
+    known = KnownObjects(
+        {name: int(file.size or 0) for name, file in files.items()},
+        {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None},
+        address_of,
+    )
+    headers = {"authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    requests = Requests(url, headers=headers, shown=f"{_HF}{asked.repository}@{found.sha}", known=known)
+    place = Location(RemoteStore(url, requests=requests), asked.path)
+    if not place.exists():
+        raise SourceNotFoundError(f"Cannot find {asked}: {asked.repository} has no such file or folder. Check its name")
+    return place
+
+
+def hugging_face_cache(handle: str, *, weights: bool = True) -> Path | None:
+    """Return what a handle names in Hugging Face's local cache; ``None`` if the cache lacks a part of it."""
+    asked = HubName.parse(handle.removeprefix(_HF))
+    try:
+        cached = _snapshot(asked, patterns=_hf_patterns(asked.path), local_files_only=True)
+    except MissingExtraError:
+        raise
+    except Exception:  # not in the cache, for any reason
+        return None
+    return cached if _is_there(cached) or (not weights and (cached / _CONFIG).exists()) else None
+
+
+def _snapshot(asked: HubName, *, patterns: list[str], local_files_only: bool = False) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise MissingExtraError.explaining(error, needed_for=str(asked), extra="hub") from error
+    folder = snapshot_download(
+        asked.repository, revision=asked.revision, allow_patterns=patterns, local_files_only=local_files_only
+    )
+    return Path(folder) / asked.path
+
+
+def _from_hugging_face(name: str, *, weights: bool) -> Path:
+    asked = HubName.parse(name)
+    # From the cache alone at first: huggingface_hub would ask the server for a newer revision, and needs a network.
+    if (cached := hugging_face_cache(name, weights=weights)) is not None:
+        return cached
+    from huggingface_hub import constants
+
     _require_cache(str(asked), "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
     _require_network(constants.ENDPOINT, str(asked))
     try:
-        found = download(patterns=everything if weights or asked.path else _HF_CONFIGURATION)
+        found = _snapshot(asked, patterns=_hf_patterns(asked.path) if weights or asked.path else _HF_CONFIGURATION)
     except Exception as error:  # as above
         raise SourceNotFoundError(_refused(str(asked), error)) from error
     if not found.exists():

@@ -241,7 +241,9 @@ def remote_steps(url: str, place: Location, wanted: Literal["latest"] | None = N
 
     An address that ends like a file is not asked about.
     """
-    if not isinstance(place.store, RemoteStore) or place.key.lower().endswith(FILE_ENDINGS):
+    # A repository of a hub contains models.
+    is_model = location_of(url) is None or place.key.lower().endswith(FILE_ENDINGS)
+    if is_model or not isinstance(place.store, RemoteStore):
         return []
     store = RemoteStore(url)
     if (itself := open_step(store)) is not None:

@@ -8,6 +8,7 @@ the names in a folder. Short reads, of headers, fetch *pages* of files, which ar
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import OrderedDict, deque
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.errors import (
+    DamagedError,
     SourceError,
     SourceNotFoundError,
     TransferError,
@@ -64,8 +66,8 @@ class RemoteStore(Store):
 
     is_remote = True
 
-    def __init__(self, url: str) -> None:
-        self.requests = Requests(url)
+    def __init__(self, url: str, *, requests: Requests | None = None) -> None:
+        self.requests = requests or Requests(url)
         self._folders: dict[str, _Folder | None] = {}
         self._pages = _Pages(self.requests)
         self._copies = PrivateCopies()
@@ -94,7 +96,7 @@ class RemoteStore(Store):
         if not key:
             return "folder"
         folder, _, name = key.rpartition("/")
-        known = self._folders.get(folder)
+        known = self._folder(folder) if self.requests.known is not None else self._folders.get(folder)
         if known is not None and (known.is_complete or name in known.kinds):
             return known.kinds.get(name)
         version = self._version(key)
@@ -228,11 +230,20 @@ class RemoteStore(Store):
     def _copy(self, key: str) -> None:
         if self._copies.has(key):
             return
-        with_size = self.open(key)
-        self._bound(key, with_size.n_bytes)
-        data = memoryview(bytearray(with_size.n_bytes))
-        with_size.read_into(data, 0)
+        file = self.open(key)
+        self._bound(key, file.n_bytes)
+        data = memoryview(bytearray(file.n_bytes))
+        file.read_into(data, 0)
+        self._check(key, data)
         self._copies.write(key, data, shown=self.shown(key))
+
+    def _check(self, key: str, data: memoryview) -> None:
+        expected = self.requests.known and self.requests.known.sha256.get(key)
+        if expected and (found := hashlib.sha256(data).hexdigest()) != expected:
+            raise DamagedError(
+                f"{self.shown(key)} is damaged: its SHA-256 is {found}, expected {expected}. Try again; if this "
+                "repeats, the copy on the server is bad"
+            )
 
     def _bound(self, key: str, n_bytes: int) -> None:
         if n_bytes > _MAX_COPY_BYTES:

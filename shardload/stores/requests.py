@@ -19,7 +19,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ from shardload.stores.clients import Address, client
 from shardload.units import exact_bytes
 
 if TYPE_CHECKING:
+    import asyncio
+
     from obstore import GetOptions
 
 _WINDOW_S = 120.0
@@ -52,6 +55,9 @@ _MAX_PAUSE_S = 4.0
 """Before try 2, 3, …, a random time of up to 0.1, 0.2, … s passes (*full jitter*), so that not all come at once."""
 _SMALL_BYTES = 1 << 20
 """How many bytes are read of a file before its size is known, if it is to be read as a whole."""
+_INDIRECT = 2
+"""How many requests for an object follow redirects, where a hub has these; later ones go where the hub redirects to.
+A header needs no more, and to ask for the address is a request too."""
 _SIGNED_FOR = timedelta(minutes=1)
 _HTML = "text/html"
 _MAX_PAGE_BYTES = 4 << 20
@@ -87,14 +93,50 @@ class Version:
         return int.from_bytes(f"{self.tag or self.changed_s}".encode(), "big")
 
 
-class Requests:
-    """Sends requests for the objects below a URL. Names of objects are relative to this URL."""
+@dataclass(frozen=True, slots=True)
+class KnownObjects:
+    """What is known of the objects at an address that names one version of them, such as a commit."""
 
-    def __init__(self, url: str, *, headers: dict[str, str] | None = None) -> None:
+    sizes: Mapping[str, int]
+    """Name → size in bytes of all objects."""
+    sha256: Mapping[str, str]
+    """Name → digest of objects for which one is known."""
+    address_of: Callable[[str], str | None]
+    """Returns where the server redirects requests for an object to; ``None`` if it sends the object itself."""
+
+    def inside(self, folder: str, *, whole: bool) -> dict[str, int | None]:
+        """Return name → size of all objects below a folder, or of what is directly in it: ``None`` for a folder."""
+        prefix = f"{folder}/" if folder else ""
+        below = {name[len(prefix) :]: size for name, size in self.sizes.items() if name.startswith(prefix)}
+        if whole:
+            return dict(below)
+        return {name.partition("/")[0]: None if "/" in name else size for name, size in below.items()}
+
+
+class Requests:
+    """Sends requests for the objects below a URL. Names of objects are relative to this URL.
+
+    ``headers`` go with each request to an HTTP server. ``shown`` is the address for messages, by default the URL. What
+    is in ``known`` is not asked for.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: dict[str, str] | None = None,
+        shown: str | None = None,
+        known: KnownObjects | None = None,
+    ) -> None:
         self.address = Address.parse(url)
-        self.url = self.address.url
+        self.url = shown or self.address.url
         self._headers = headers
         self._versions: dict[str, Version] = {}
+        self.known = known
+        if known is not None:
+            self._versions |= {name: Version(size) for name, size in known.sizes.items()}
+        self._begun: Counter[str] = Counter()
+        self._direct: dict[str, asyncio.Future[tuple[Any, str]]] = {}
         self.answered = False
         """Whether the store has answered a request, so that its address is right."""
         self.succeeded = False
@@ -115,7 +157,7 @@ class Requests:
     @property
     def can_list(self) -> bool:
         """Whether the store can list the names of its objects; HTTP servers cannot."""
-        return not self.address.is_http
+        return self.known is not None or not self.address.is_http
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | None:
         """Read bytes of an object, all by default; ``None`` if there is no such object."""
@@ -146,7 +188,7 @@ class Requests:
 
     def version(self, name: str) -> Version | None:
         """Return the size and version of an object; ``None`` if there is no such object."""
-        if (known := self._versions.get(name)) is None:
+        if (known := self._versions.get(name)) is None and self.known is None:
             # One byte, not HEAD: an address may be signed for GET only.
             try:
                 if self.read(name, 0, 1) is None:
@@ -178,9 +220,11 @@ class Requests:
         return self._list(folder, whole=False)
 
     def _list(self, folder: str, *, whole: bool) -> dict[str, Any]:
+        if self.known is not None:
+            return self.known.inside(folder, whole=whole)
         if not self.can_list:
             raise UnsupportedError(f"Cannot list {self._shown(folder)}: HTTP servers do not list their files")
-        request = _Listing(self, folder, whole=whole)
+        request = _Listing(whole=whole)
         found: dict[str, Any] | None = Fetch(self._repeated(folder, request), shown=self._shown(folder)).wait()
         if found is None:
             raise SourceNotFoundError(f"There is no bucket {self.address.root}. Check the address")
@@ -188,7 +232,7 @@ class Requests:
 
     def page(self, name: str) -> bytes | None:
         """Return the web page that an HTTP server sends for a folder; ``None`` if it sends none, or something else."""
-        found: bytes | None = Fetch(self._repeated(name, _Page(self, name)), shown=self._shown(name)).wait()
+        found: bytes | None = Fetch(self._repeated(name, _Page()), shown=self._shown(name)).wait()
         return found
 
     def path(self, name: str) -> str:
@@ -197,6 +241,8 @@ class Requests:
 
     def note(self, name: str, found: Version) -> None:
         """Remember an object's version, or raise if an earlier answer came from another one."""
+        if self.known is not None:  # the address names the version; servers that have copies may call it otherwise
+            found = Version(found.size)
         before = self._versions.setdefault(name, found)
         if found.differs(before):
             raise answers.changed(self._shown(name))
@@ -207,7 +253,28 @@ class Requests:
         """Return the ETag that an answer must have, if the store compares it itself."""
         # Not over HTTP: where the server redirects to may have another one.
         known = self._versions.get(name)
-        return f'"{known.tag}"' if known is not None and known.tag and self.can_list else None
+        return f'"{known.tag}"' if known is not None and known.tag and not self.address.is_http else None
+
+    async def target(self, name: str) -> tuple[Any, str]:
+        """Return the client for a request for an object, and the object's path there."""
+        self._begun[name] += 1
+        if self.known is None or self._begun[name] <= _INDIRECT:
+            return self._client, self.path(name)
+        from asyncio import ensure_future
+
+        if name not in self._direct:
+            self._direct[name] = ensure_future(self._look_up(name))
+        return await self._direct[name]
+
+    async def _look_up(self, name: str) -> tuple[Any, str]:
+        from asyncio import get_running_loop
+
+        assert self.known is not None
+        url = await get_running_loop().run_in_executor(None, self.known.address_of, name)
+        if url is None:
+            return self._client, self.path(name)
+        address = Address.parse(url)
+        return client(address, stall_s=window_s() / _STALLS), address.path
 
     def _shown(self, name: str) -> str:
         return f"{self.url}/{name}".rstrip("/")
@@ -220,7 +287,7 @@ class Requests:
         while True:
             tries += 1
             try:
-                found = await request.send(self._client)
+                found = await request.send(*await self.target(name))
             except (CancelledError, ShardloadError):
                 raise
             except Exception as error:  # obstore's kinds, FileNotFoundError, ValueError
@@ -228,6 +295,9 @@ class Requests:
                 self.answered = self.answered or (failed.status is not None and not failed.is_passing)
                 if failed.code == "missing":
                     return None
+                # A direct address is valid for an hour or so: ask for a new one, once.
+                if failed.code == "forbidden" and self._direct.pop(name, None) is not None and tries == 1:
+                    continue
                 spent_s = time.monotonic() - began_s
                 pause_s = random.uniform(0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - 1)))
                 if failed.is_passing and failed.is_busy:
@@ -254,7 +324,7 @@ class Requests:
 
 
 class _Request:
-    async def send(self, client: Any) -> Any:
+    async def send(self, client: Any, path: str) -> Any:
         """Send the request once."""
         raise NotImplementedError
 
@@ -265,7 +335,7 @@ class _Body(_Request):
     def __init__(self, requests: Requests, name: str, start: int = 0, stop: int | None = None) -> None:
         self._requests, self._name, self._start, self._stop = requests, name, start, stop
 
-    async def send(self, client: Any) -> memoryview:
+    async def send(self, client: Any, path: str) -> memoryview:
         import obstore
 
         options: GetOptions = {}
@@ -275,7 +345,6 @@ class _Body(_Request):
             options["range"] = {"offset": self._start}
         if (tag := self._requests.tag(self._name)) is not None:
             options["if_match"] = tag
-        path = self._requests.path(self._name)
         try:
             answer = await obstore.get_async(client, path, options=options)
         except Exception as error:
@@ -297,21 +366,20 @@ class _Body(_Request):
 class _Listing(_Request):
     """A request for the names of objects: of all below a folder (``whole``), or of what is directly in it."""
 
-    def __init__(self, requests: Requests, folder: str, *, whole: bool) -> None:
-        self._requests, self._folder, self._whole = requests, folder, whole
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
 
-    async def send(self, client: Any) -> dict[str, int | None]:
+    async def send(self, client: Any, path: str) -> dict[str, int | None]:
         import obstore
 
-        prefix = self._requests.path(self._folder)
-        skip = len(prefix) + 1 if prefix else 0
+        skip = len(path) + 1 if path else 0
         found: dict[str, int | None] = {}
         if self._whole:
-            objects = await obstore.list(client, prefix or None).collect_async()
+            objects = await obstore.list(client, path or None).collect_async()
         else:
-            listed = await obstore.list_with_delimiter_async(client, prefix or None)
+            listed = await obstore.list_with_delimiter_async(client, path or None)
             objects = listed["objects"]
-            found |= {path[skip:].strip("/"): None for path in listed["common_prefixes"]}
+            found |= {folder[skip:].strip("/"): None for folder in listed["common_prefixes"]}
         # Some programs make an object for each folder: what contains other objects is a folder.
         return {meta["path"][skip:]: meta["size"] for meta in objects} | found
 
@@ -319,13 +387,10 @@ class _Listing(_Request):
 class _Page(_Request):
     """A request for the web page by which an HTTP server shows a folder."""
 
-    def __init__(self, requests: Requests, name: str) -> None:
-        self._requests, self._name = requests, name
-
-    async def send(self, client: Any) -> bytes | None:
+    async def send(self, client: Any, path: str) -> bytes | None:
         import obstore
 
-        answer = await obstore.get_async(client, self._requests.path(self._name))
+        answer = await obstore.get_async(client, path)
         is_page = answer.attributes.get("Content-Type", "").startswith(_HTML)
         if not is_page or answer.meta["size"] > _MAX_PAGE_BYTES:
             return None

@@ -223,7 +223,7 @@ def test_migrate(here):
 
 
 def test_restore_from_afar():
-    assert callable(run("docs/how-to/restore-from-afar.md")["go_on"])
+    assert callable(run("docs/how-to/read-from-object-stores.md")["go_on"])
 
 
 def test_convert(gemma, here):

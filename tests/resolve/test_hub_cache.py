@@ -108,15 +108,15 @@ def test_what_the_cache_lacks_is_downloaded_with_its_revision_and_parts(cache, m
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(SourceNotFoundError, match="download hf://org/name@v1/sub/model-00001-of-00002"):
-        resolve("hf://org/name@v1/sub/model-00001-of-00002.safetensors")
+        hubs.fetch("hf://org/name@v1/sub/model-00001-of-00002.safetensors")
     monkeypatch.setattr(hubs, "reachable", lambda url: True)
-    resolve("hf://org/name@v1/sub/model-00001-of-00002.safetensors")  # one part is cached, the other is not
+    hubs.fetch("hf://org/name@v1/sub/model-00001-of-00002.safetensors")  # one part is cached, the other is not
     [(repository, revision, patterns)] = asked
     assert (repository, revision) == ("org/name", "v1")
     assert {"sub/model-00001-of-00002.safetensors", "sub/model-*-of-00002.safetensors", "sub/*.json"} <= set(patterns)
     assert "sub/*.safetensors" not in patterns
     with pytest.raises(SourceNotFoundError, match=r"Cannot find hf://org/name@v1/no.gguf: org/name has no such"):
-        resolve("hf://org/name@v1/no.gguf")
+        hubs.fetch("hf://org/name@v1/no.gguf")
 
 
 @pytest.mark.parametrize("text", ["datasets/org/name", "spaces/org/name@v1", "buckets/org/name"])

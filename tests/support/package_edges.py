@@ -35,7 +35,7 @@ _ALLOWED = {
     "loading": "errors keras_bridge pipeline processes progress reports text typing",
     "restoring": "errors keras_bridge loaders manifest mapping pipeline processes progress reports resolve runs "
     "transfer typing",
-    "accelerating": "errors keras_bridge layouts loading mapping pipeline reports resolve sharding text",
+    "accelerating": "errors keras_bridge layouts loaders loading mapping pipeline reports resolve sharding stores text",
     "callbacks": "data errors keras_bridge pipeline processes reports restoring runs stores typing units",
     "comparing": "converting errors loaders manifest progress resolve transfer units",
     "console": "comparing converting errors hub interrupts loaders loading manifest pipeline processes progress "
