@@ -12,6 +12,7 @@ from shardload.errors import DisagreementError, TransferError
 from shardload.processes.joint_call import Call
 from shardload.resolve.opening import OpenedSource
 from shardload.stores.header_reads import Replay, noting, replaying, root_of
+from shardload.units import exact_bytes
 
 
 def open_together(call: Call, opener: Callable[[], OpenedSource]) -> OpenedSource:
@@ -50,6 +51,6 @@ def _check_sizes(opened: OpenedSource, replay: Replay) -> None:
         if wanted is not None and wanted != found:
             raise DisagreementError(
                 f"Cannot make this call together: the processes disagree about the source. The size of {path}: process "
-                f"0 has {wanted} bytes, this one has {'no such file' if found is None else f'{found} bytes'}. Copy it "
-                "again where it lies in several places"
+                f"0 has {exact_bytes(wanted)}, this one has {'no such file' if found is None else exact_bytes(found)}. "
+                "Copy it again where it lies in several places"
             )

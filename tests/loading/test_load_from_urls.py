@@ -153,7 +153,7 @@ def test_commands(hugging_face, monkeypatch, tmp_path, capfd):
         assert json.loads(capfd.readouterr().out)["differences"] == []
         assert main(["convert", url, str(tmp_path / "new.weights.h5"), "--json"]) == 0
         capfd.readouterr()
-        assert main(["convert", url, str(tmp_path / "copy"), "--to", "hf", "--json"]) == 0
+        assert main(["convert", url, str(tmp_path / "copy"), "--to", "safetensors", "--json"]) == 0
         copied, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "copy", places["folder"]))
         assert {k: v.tobytes() for k, v in copied.items()} == {k: v.tobytes() for k, v in original.items()}
     backbone = shardload.load(places["folder"], task=False)

@@ -222,8 +222,8 @@ def test_migrate(here):
     assert found["callback"].save_weights_only
 
 
-def test_restore_from_afar():
-    assert callable(run("docs/how-to/read-from-object-stores.md")["go_on"])
+def test_read_from_object_stores():
+    assert callable(run("docs/how-to/read-from-object-stores.md")["read"])
 
 
 def test_convert(gemma, here):
