@@ -168,22 +168,22 @@ def write_random(path: Path, gb: float) -> int:
 def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Compare a load from an address with a plain download of the same bytes, and with the file on the disk."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import PartitionSpec
 
     import shardload
     from benchmarks.checkpoint import write_safetensors
 
-    path = folder / NAME
-    write_safetensors(path, int(args.gb * 1e9))
+    path = write_safetensors(folder, int(args.gb * 1e9))
+    path = path.rename(folder / NAME)
     size = path.stat().st_size
     mesh = jax.make_mesh((8,), ("model",))
-    rows = {
-        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=NamedSharding(mesh, PartitionSpec("model")))
-        for name, tensor in shardload.inspect(path).tensors.items()
-    }
+    dims = {"rows": PartitionSpec("model"), "columns": PartitionSpec(None, "model")}[args.layout]
+
+    def layout(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return dims if len(shape) == 2 else PartitionSpec()
 
     def arrays(source: str) -> None:
-        jax.block_until_ready(shardload.load_arrays(source, like=rows)[0])
+        jax.block_until_ready(shardload.load_arrays(source, layout, mesh=mesh))
 
     step, in_flight = args.piece_mib << 20, args.in_flight
     pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--mb-s", type=float, default=0.0, help="what the server sends at most; 0 for no limit")
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--layout", choices=["rows", "columns"], default="rows")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardload-stores-") as name:
