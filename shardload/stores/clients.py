@@ -13,6 +13,7 @@ Redirects are followed, but never from https to http.
 from __future__ import annotations
 
 import configparser
+import functools
 import os
 import urllib.error
 import urllib.request
@@ -190,6 +191,7 @@ def _profile() -> dict[str, Any]:
     return region | {"credential_provider": Boto3CredentialProvider(Session(profile_name=name))}
 
 
+@functools.cache
 def _region_of(bucket: str) -> str | None:
     """Ask S3 for the region of a bucket, which it says to everyone; ``None`` if it cannot be asked."""
     request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")

@@ -194,7 +194,8 @@ class RemoteStore(Store):
 
     def _listed(self, key: str) -> _Folder:
         entries = self.requests.entries(key)
-        kinds: dict[str, Kind] = {name: "folder" if size is None else "file" for name, size in entries.items() if name}
+        plain = ((name, size) for name, size in entries.items() if name not in ("", ".", "..") and "/" not in name)
+        kinds: dict[str, Kind] = {name: "folder" if size is None else "file" for name, size in plain}
         return _Folder(kinds, is_complete=True)
 
     def _web_folder(self, key: str) -> _Folder:
@@ -296,7 +297,7 @@ class _Pages:
 
     def _begin(self, key: str, number: int) -> Fetch:
         page = key, number
-        if page not in self._kept:
+        if page not in self._kept or self._kept[page].has_failed:
             start = number * _PAGE_BYTES
             self._kept[page] = self._requests.begin(key, start, start + _PAGE_BYTES)
         self._kept.move_to_end(page)

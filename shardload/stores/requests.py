@@ -420,6 +420,11 @@ class Fetch:
         except concurrent.futures.CancelledError as error:
             raise TransferError(f"The request for {self._shown} was cancelled") from error
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the request ended with an error, or was cancelled."""
+        return self._future.cancelled() or (self._future.done() and self._future.exception() is not None)
+
     @staticmethod
     def is_too_short(error: TransferError) -> bool:
         """Whether the request failed because the object ends before the requested range."""
