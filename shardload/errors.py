@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 _USER = re.compile(r"\b([a-z][a-z0-9+.\-]*:/{1,2})[^\s/?#]*@", re.ASCII | re.IGNORECASE)
-_QUERY = re.compile(r"\b(https?://[^\s?#'\"]*\?)[^\s'\"]+", re.ASCII | re.IGNORECASE)
+_QUERY = re.compile(r"\b([a-z][a-z0-9+.\-]*:/{1,2}[^\s?#'\"]*\?)[^\s'\"]+", re.ASCII | re.IGNORECASE)
 
 P = ParamSpec("P")
 R = TypeVar("R")

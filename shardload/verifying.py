@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.errors import LimitError, MissingExtraError, ShardloadError, UnsupportedError
+from shardload.errors import LimitError, MissingExtraError, ShardloadError, TransferError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Decoded, EncodedRows, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
@@ -123,6 +123,8 @@ def _readable(path: Location, shown: Progress) -> Verdict:
     except (UnsupportedError, LimitError, MissingExtraError):
         raise
     except ShardloadError as error:
+        if isinstance(error, TransferError) and path.store.is_remote:
+            raise
         n_bytes = 0 if path.store.is_remote else _size(path.local_path())
         return Verdict(str(path), "damaged", None, n_bytes, (str(error),))
     size = sum(t.stored_bytes for t in manifest.tensors.values())
@@ -136,6 +138,8 @@ def _readable(path: Location, shown: Progress) -> Verdict:
         except (LimitError, MissingExtraError):
             raise
         except (ShardloadError, OSError) as error:
+            if isinstance(error, TransferError) and path.store.is_remote:
+                raise  # a store that does not respond says nothing about the checkpoint
             if limit := LimitError.explaining(error, f"read {path}"):
                 raise limit from error
             problems.append(f"tensor {tensor.name!r}: {error}")

@@ -119,9 +119,9 @@ def find_source(
     if resolved.remote is None or format not in (None, SPEC.name):
         return resolved
     steps = remote_steps(str(source), resolved.remote, "latest")
-    if not steps or not steps[0].ours:
+    if not steps or not steps[-1].ours:
         return resolved
-    info = prepared(steps[0])
+    info = prepared(steps[-1])
     return Resolved(info.where, _title(info), remote=info.location)
 
 

@@ -241,15 +241,24 @@ def remote_steps(url: str, place: Location, wanted: Literal["latest"] | None = N
 
     An address that ends like a file is not asked about.
     """
-    # A repository of a hub contains models.
-    is_model = location_of(url) is None or place.key.lower().endswith(FILE_ENDINGS)
-    if is_model or not isinstance(place.store, RemoteStore):
+    if not isinstance(place.store, RemoteStore) or place.key.lower().endswith(FILE_ENDINGS):
         return []
+    if location_of(url) is None:  # a hub's
+        return _steps_in(place, place.store)
     store = RemoteStore(url)
     if (itself := open_step(store)) is not None:
         return [_remote_info(itself)]
     has_some = any(NAME.fullmatch(name) for name in store.listed() or ())
     return _remote_steps(store, wanted) if has_some else []
+
+
+def _steps_in(place: Location, store: RemoteStore) -> list[StepInfo]:
+    """Return the step of shardload in a folder of a store that knows its names, or those below it."""
+    if (itself := open_step(store, place.key)) is not None:
+        return [_remote_info(itself)]
+    numbers = sorted(int(name) for name in store.listed(place.key) or () if NAME.fullmatch(name))
+    found = [open_step(store, (place / str(number)).key) for number in numbers]
+    return with_best([_remote_info(step) for step in found if step is not None])
 
 
 def _remote_numbers(store: RemoteStore) -> dict[int, bool | None] | None:

@@ -25,7 +25,7 @@ from shardload.errors import (
 from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, hash_of, is_saved
 from shardload.runs.digests import SavedUnits
-from shardload.stores.answers import COPY_FIRST
+from shardload.stores.answers import COPY_FIRST, ForbiddenError
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile, PrivateCopies
 from shardload.stores.location import Location
@@ -249,7 +249,12 @@ def _present(saved: SavedUnits, name: str, fetch: Fetch) -> memoryview:
 
 def open_step(remote: RemoteStore, folder: str = "") -> RemoteStep | None:
     """Open the step in a folder of a remote store; ``None`` if shardload saved none there (no ``digests.json``)."""
-    found = remote.requests.read_small(_joined(folder, DIGESTS_FILE), limit=MAX_JSON_BYTES)
+    try:
+        found = remote.requests.read_small(_joined(folder, DIGESTS_FILE), limit=MAX_JSON_BYTES)
+    except ForbiddenError:
+        if remote.can_list:
+            raise
+        return None  # some HTTP servers refuse what is not there
     return None if found is None else RemoteStep(remote, folder, found)
 
 

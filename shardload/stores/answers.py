@@ -7,17 +7,20 @@ This module alone reads it. Addresses in it are cut off where they may be signed
 
 from __future__ import annotations
 
+import http.client
 import math
 import re
+import ssl
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import unquote
 
 from shardload.errors import SourceNotFoundError, TransferError
-from shardload.stores.clients import endpoint_of
+from shardload.stores.clients import certificates_file, endpoint_of
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 CHARACTERS_SHOWN = 300
@@ -96,7 +99,7 @@ class FailedTry:
     status: int | None = None
     """HTTP status; ``None`` if no answer came."""
     code: str = ""
-    """What obstore says of it: ``missing``, ``forbidden``, ``changed``, ``no ranges``, or empty for all others."""
+    """What obstore says of it: missing, forbidden, changed, no ranges, no length (of a page); empty for all others."""
     cause: str = ""
     """Of a failed connection, the last cause that obstore names."""
     is_connection: bool = False
@@ -122,6 +125,8 @@ class FailedTry:
         code = next((code for kind, code in kinds if isinstance(error, kind)), "")
         if "NotPartial" in details:
             code = "no ranges"
+        elif "Content-Length Header missing" in sentence:
+            code = "no length"
         elif status == 404:  # of a listing
             code = "missing"
         elif status in (401, 403):
@@ -139,6 +144,13 @@ class FailedTry:
         else:
             said = " ".join(_REQUEST.sub("", sentence).split())[:CHARACTERS_SHOWN] or type(error).__name__
         return cls(said, status, code, cause, is_connection="reqwest" in details)
+
+    def without(self, query: str) -> FailedTry:
+        """Return the same without a query, which may be a signature, if the server repeats it."""
+        said = self.said
+        for text in (query, unquote(query)):
+            said = said.replace(text, "…") if text else said
+        return replace(self, said=said)
 
     @property
     def is_passing(self) -> bool:
@@ -191,6 +203,28 @@ def web_page(url: str, name: str) -> WebPageError:
     )
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: an address may be signed."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return None: the redirect is the answer."""
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    context = ssl.create_default_context(cafile=certificates_file())
+    return urllib.request.build_opener(_NoRedirect(), urllib.request.HTTPSHandler(context=context))
+
+
+def page_of(address: str, limit: int) -> bytes | None:
+    """Read a web page of at most ``limit`` bytes; ``None`` if it is longer, or cannot be read."""
+    try:
+        with _opener().open(address, timeout=_PROBE_S) as answer:
+            found: bytes = answer.read(limit + 1)
+            return found if len(found) <= limit else None
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+
+
 def pause_asked(address: str) -> float:
     """Return how many seconds a busy server asks to wait, by ``Retry-After``; 0 if it does not say.
 
@@ -198,7 +232,7 @@ def pause_asked(address: str) -> float:
     """
     request = urllib.request.Request(address, headers={"Range": "bytes=0-0"})
     try:
-        with urllib.request.urlopen(request, timeout=_PROBE_S):
+        with _opener().open(request, timeout=_PROBE_S):
             return 0.0
     except urllib.error.HTTPError as error:
         return _seconds(error.headers.get("Retry-After"))

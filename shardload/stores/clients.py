@@ -57,7 +57,10 @@ class Address:
         place, _, path = rest.partition("/")
         query = ""
         if scheme.startswith("http"):
-            parts = urlsplit(url)
+            try:
+                parts = urlsplit(url)
+            except ValueError as error:
+                raise SourceError(f"Cannot read {url.partition('?')[0]}: {error}. Check the address") from error
             if parts.username is not None or parts.password is not None:
                 raise UnsupportedError(f"Cannot read {url}: an HTTP address may not contain a user or a password")
             place, path, query = parts.netloc, unquote(parts.path.removeprefix("/")), parts.query
@@ -215,6 +218,11 @@ def _gs() -> dict[str, Any]:
     if endpoint is not None and not has_key:
         found["skip_signature"] = True  # an emulator
     return found
+
+
+def certificates_file() -> str | None:
+    """Return the file of certificates that the environment names, if it names one."""
+    return next((path for name in _CERTIFICATES if (path := os.environ.get(name))), None)
 
 
 def _certificates(variable: str) -> bytes:

@@ -71,6 +71,7 @@ class RemoteStore(Store):
         self._folders: dict[str, _Folder | None] = {}
         self._pages = _Pages(self.requests)
         self._copies = PrivateCopies()
+        self._refused: ForbiddenError | None = None
 
     @property
     def url(self) -> str:
@@ -127,6 +128,9 @@ class RemoteStore(Store):
         if self._version(key) is None:
             if self.kind(key) == "folder":
                 raise SourceError(f"{self.shown(key)} should be a file, but it is a folder")
+            # HTTP servers refuse to show folders, too: only if nothing else was sent either, access is the cause.
+            if self._refused is not None and not self.requests.succeeded:
+                raise self._refused
             hint = "" if self.can_list else ". If it is a folder, the server shows no list of its files"
             raise SourceNotFoundError(f"There is no file {self.shown(key)}. Check the address{hint}")
         return RemoteObject(self, key)
@@ -175,10 +179,11 @@ class RemoteStore(Store):
                 return None
         except OutOfRangeError:
             return self.requests.empty(key)
-        except ForbiddenError:
+        except ForbiddenError as error:
             # Stores that may not tell whether there is such an object refuse access to it.
-            if not self.requests.succeeded:
+            if not self.requests.succeeded and self.can_list:
                 raise
+            self._refused = self._refused or error
             return None
         except WebPageError:
             if self._folder(key) is None:

@@ -59,7 +59,7 @@ _INDIRECT = 2
 """How many requests for an object follow redirects, where a hub has these; later ones go where the hub redirects to.
 A header needs no more, and to ask for the address is a request too."""
 _SIGNED_FOR = timedelta(minutes=1)
-_HTML = "text/html"
+_PAGES = ("text/html", "application/xhtml+xml")
 _MAX_PAGE_BYTES = 4 << 20
 """Longest web page that is searched for links to the files of a folder."""
 
@@ -232,7 +232,9 @@ class Requests:
 
     def page(self, name: str) -> bytes | None:
         """Return the web page that an HTTP server sends for a folder; ``None`` if it sends none, or something else."""
-        found: bytes | None = Fetch(self._repeated(name, _Page()), shown=self._shown(name)).wait()
+        found: bytes | None = Fetch(
+            self._repeated(name, _Page(f"{self.encoded(name)}/")), shown=self._shown(name)
+        ).wait()
         return found
 
     def path(self, name: str) -> str:
@@ -260,17 +262,27 @@ class Requests:
         self._begun[name] += 1
         if self.known is None or self._begun[name] <= _INDIRECT:
             return self._client, self.path(name)
-        from asyncio import ensure_future
+        from asyncio import ensure_future, shield
 
         if name not in self._direct:
             self._direct[name] = ensure_future(self._look_up(name))
-        return await self._direct[name]
+        # Shielded: a request that is cancelled must not cancel the search for all others.
+        return await shield(self._direct[name])
+
+    def _forget(self, name: str, target: tuple[Any, str]) -> None:
+        """Forget a direct address that is no longer valid, unless another request has a newer one already."""
+        found = self._direct.get(name)
+        if found is not None and found.done() and not found.cancelled() and found.result() == target:
+            del self._direct[name]
 
     async def _look_up(self, name: str) -> tuple[Any, str]:
         from asyncio import get_running_loop
 
         assert self.known is not None
-        url = await get_running_loop().run_in_executor(None, self.known.address_of, name)
+        try:
+            url = await get_running_loop().run_in_executor(None, self.known.address_of, name)
+        except Exception:  # of any kind, from the hub's library: then each request is redirected
+            url = None
         if url is None:
             return self._client, self.path(name)
         address = Address.parse(url)
@@ -283,11 +295,12 @@ class Requests:
         """Send a request until it succeeds, fails for good, or its time is over."""
         from asyncio import CancelledError, get_running_loop, sleep
 
-        began_s, tries = time.monotonic(), 0
+        began_s, tries, renewed = time.monotonic(), 0, False
         while True:
             tries += 1
+            target = await self.target(name)
             try:
-                found = await request.send(*await self.target(name))
+                found = await request.send(*target)
             except (CancelledError, ShardloadError):
                 raise
             except Exception as error:  # obstore's kinds, FileNotFoundError, ValueError
@@ -296,15 +309,18 @@ class Requests:
                 if failed.code == "missing":
                     return None
                 # A direct address is valid for an hour or so: ask for a new one, once.
-                if failed.code == "forbidden" and self._direct.pop(name, None) is not None and tries == 1:
+                if failed.code == "forbidden" and target[0] is not self._client and not renewed:
+                    renewed = True
+                    self._forget(name, target)
                     continue
                 spent_s = time.monotonic() - began_s
-                pause_s = random.uniform(0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - 1)))
+                pause_s = random.uniform(0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10)))
                 if failed.is_passing and failed.is_busy:
                     pause_s += await get_running_loop().run_in_executor(None, self._pause_asked, name)
                 if not failed.is_passing or spent_s + pause_s > window_s(first=not self.answered):
                     # Not `from error`: its text has the address, which may be signed.
-                    raise answers.failure(self.url, name, failed, tries=tries, spent_s=spent_s) from None
+                    told = failed.without(self.address.query)
+                    raise answers.failure(self.url, name, told, tries=tries, spent_s=spent_s) from None
                 await sleep(pause_s)
             else:
                 self.answered = self.succeeded = True
@@ -349,18 +365,34 @@ class _Body(_Request):
             answer = await obstore.get_async(client, path, options=options)
         except Exception as error:
             failed = FailedTry.of(error)
+            if failed.code == "no length":  # made as it is sent: no file
+                raise answers.web_page(self._requests.url, self._name) from None
             if failed.code == "no ranges" or (failed.status == 416 and self._start):
                 # Perhaps a web page: shorter than the file, or made for this request.
-                self._refuse_page(await obstore.get_async(client, path))
+                self._refuse_page(await self._whole(client, path))
             raise
         self._refuse_page(answer)
         self._requests.note(self._name, Version.of(answer.meta))
         return memoryview(await answer.bytes_async())
 
+    async def _whole(self, client: Any, path: str) -> Any:
+        import obstore
+
+        try:
+            return await obstore.get_async(client, path)
+        except Exception as error:
+            if FailedTry.of(error).code == "no length":
+                raise answers.web_page(self._requests.url, self._name) from None
+            raise
+
     def _refuse_page(self, answer: Any) -> None:
-        is_page = answer.attributes.get("Content-Type", "").startswith(_HTML)
-        if is_page and not self._requests.can_list and not self._name.endswith((".html", ".htm")):
+        if _is_page(answer) and not self._requests.can_list and not self._name.endswith((".html", ".htm")):
             raise answers.web_page(self._requests.url, self._name)
+
+
+def _is_page(answer: Any) -> bool:
+    kind: str = answer.attributes.get("Content-Type", "")
+    return kind.lower().startswith(_PAGES)
 
 
 class _Listing(_Request):
@@ -387,14 +419,27 @@ class _Listing(_Request):
 class _Page(_Request):
     """A request for the web page by which an HTTP server shows a folder."""
 
+    def __init__(self, address: str) -> None:
+        self._address = address
+
     async def send(self, client: Any, path: str) -> bytes | None:
         import obstore
 
-        answer = await obstore.get_async(client, path)
-        is_page = answer.attributes.get("Content-Type", "").startswith(_HTML)
-        if not is_page or answer.meta["size"] > _MAX_PAGE_BYTES:
+        try:
+            answer = await obstore.get_async(client, path)
+        except Exception as error:
+            if FailedTry.of(error).code != "no length":
+                raise
+            return await self._without_length()
+        if not _is_page(answer) or answer.meta["size"] > _MAX_PAGE_BYTES:
             return None
         return bytes(await answer.bytes_async())
+
+    async def _without_length(self) -> bytes | None:
+        """Read a page that the server makes as it sends it, which obstore cannot."""
+        from asyncio import get_running_loop
+
+        return await get_running_loop().run_in_executor(None, answers.page_of, self._address, _MAX_PAGE_BYTES)
 
 
 class Fetch:
@@ -454,10 +499,18 @@ def _loop_of(process: int) -> _Loop:
 
 
 _loops = threading.Lock()
+_users: set[int] = set()
+"""The process that has sent requests, if there is one: a forked process inherits it."""
 
 
 def _loop() -> _Loop:
     with _loops:
+        if _users and os.getpid() not in _users:
+            raise UnsupportedError(
+                "Cannot read from a remote store in a process that was forked from one which has read from a store: "
+                'obstore\'s threads do not survive a fork. Start processes with the method "spawn" or "forkserver"'
+            )
+        _users.add(os.getpid())
         return _loop_of(os.getpid())
 
 

@@ -1,6 +1,6 @@
 """What is in a folder of an HTTP server: the links of its index page, or those of a list of names that exist.
 
-HTTP has no request for a list. Many servers (nginx, Apache, ``python -m http.server``) send a page with links instead.
+HTTP has no request for a list. Many servers (nginx and Apache, if they are told to) send a page with links instead.
 Others send nothing for a folder, so that only names which checkpoints usually have can be asked for.
 """
 
@@ -55,7 +55,10 @@ def links(page: bytes, address: str) -> dict[str, bool]:
     base = f"{address.rstrip('/')}/"
     found: dict[str, bool] = {}
     for target in parser.targets:
-        parts = urlsplit(urljoin(base, target))
+        try:
+            parts = urlsplit(urljoin(base, target))
+        except ValueError:  # no address at all
+            continue
         whole = unquote(parts._replace(query="", fragment="").geturl())
         if parts.query or not whole.startswith(unquote(base)):  # columns to sort by, the folder above, other sites
             continue

@@ -1,19 +1,23 @@
 """hf:// addresses that are not in the local cache are read by ranges, at one commit, from a hub on loopback."""
 
 import contextlib
+import shutil
 
 import gguf_pairs
 import huggingface_hub
 import huggingface_hub.constants
 import huggingface_hub.file_download
 import huggingface_hub.hf_api
+import keras
 import pytest
 from by_hand import check_same
 from hub_server import COMMIT, TOKEN, HubServer
-from test_load_from_stores import sharded_folder
+from saved_steps import save_step
+from test_load_from_stores import sharded_folder, small_model
 
 import shardload
 from shardload.errors import DamagedError, SourceNotFoundError
+from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
 
 
@@ -58,8 +62,6 @@ def test_large_reads_go_where_the_hub_redirects_to(hub):
 
 def test_an_address_that_expires_is_asked_for_again(hub, folder):
     manifest = shardload.inspect("hf://org/model")
-    from shardload.transfer.read_tensor import read_tensor
-
     names = list(manifest.tensors)
     first = [read_tensor(manifest, name) for name in names]
     hub.expire()
@@ -92,3 +94,30 @@ def test_what_is_not_there(hub):
     with pytest.raises(SourceNotFoundError, match="hf://org/other"):
         shardload.inspect("hf://org/other")
     assert [found.verdict for found in verify("hf://org/model")] == ["readable"]
+
+
+def test_a_step_in_a_repository_is_verified(hub, folder):
+    model = small_model()
+    step = save_step(model, folder / "run", 7)
+    try:
+        for url in ("hf://org/model/run/7", "hf://org/model/run"):
+            filled = keras.models.clone_model(model)
+            shardload.load_weights(filled, url, mesh="1x8")
+            check_same(filled, model)
+            assert [found.verdict for found in verify(url)] == ["verified"]
+        hub.tampered |= {f"run/7/{path.relative_to(step).as_posix()}" for path in step.rglob("d/*")}
+        with pytest.raises(DamagedError):
+            shardload.load_weights(keras.models.clone_model(model), "hf://org/model/run/7", mesh="1x8")
+    finally:
+        shutil.rmtree(folder / "run")
+
+
+def test_a_hub_that_does_not_say_where_a_file_is(hub, folder, monkeypatch):
+    def fails(url, **options):
+        raise OSError("no")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)
+    manifest = shardload.inspect("hf://org/model")
+    local = shardload.inspect(folder)
+    for name in list(manifest.tensors)[:4] * 2:
+        assert read_tensor(manifest, name).tobytes() == read_tensor(local, name).tobytes()

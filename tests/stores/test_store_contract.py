@@ -1,13 +1,21 @@
 """The contract of stores: files on this machine, folders at URLs, and the stores in memory that tests use."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
 from object_server import served
 from store_contract import FILES, LARGE, StoreContract
 
-from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError
+from shardload.errors import (
+    DamagedError,
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    UnsafeSourceError,
+)
 from shardload.loaders.contents import descendant, member
 from shardload.stores.json_files import read_object
 from shardload.stores.local import located
@@ -170,3 +178,49 @@ class TestVerifyingMemory(TestMemory):
         assert path.read_header(1 << 20, offset=0, what="it") == LARGE[: 1 << 20]
         with pytest.raises(DamagedError, match="from byte 1048576"):
             path.read_header(1, offset=(2 << 20) - 1, what="it")
+
+
+def test_an_index_page_that_is_made_as_it_is_sent(tmp_path, monkeypatch):
+    """nginx sends its index in chunks, without a length."""
+    write(tmp_path / "folder")
+    with served(tmp_path, monkeypatch) as server:
+        server.has_index = server.is_chunked = True
+        location = location_of(f"{server.http}/folder")
+        assert location.is_folder() and location.names() == sorted(p.name for p in (tmp_path / "folder").iterdir())
+
+
+def test_an_index_page_with_links_that_are_no_addresses():
+    assert links(b'<a href="http://[bad">x</a><a href="good">g</a>', "http://host/folder") == {"good": False}
+
+
+def test_a_server_that_refuses_folders(tmp_path, monkeypatch):
+    """Many HTTP servers answer 403 for a folder, and public buckets for what they lack."""
+    write(tmp_path / "folder")
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    with served(tmp_path, monkeypatch) as server:
+        server.status |= {"folder": 403, "folder/shardload/digests.json": 403}
+        assert location_of(f"{server.http}/folder").names() == ["config.json"]
+        server.status["*"] = 403
+        with pytest.raises(TransferError, match="may not be read: HTTP status 403"):
+            location_of(f"{server.http}/folder").open()
+
+
+FORKING = """
+import os
+from shardload.errors import UnsupportedError
+from shardload.stores.remote import location_of
+assert location_of("s3://bucket/folder").is_folder()
+if child := os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+try:
+    location_of("s3://bucket/folder").is_folder()
+except UnsupportedError as error:
+    os._exit(7 if "do not survive a fork" in str(error) else 1)
+os._exit(2)
+"""
+
+
+def test_a_forked_process_is_told_that_it_cannot_read(tmp_path, monkeypatch):
+    write(tmp_path / "folder")
+    with served(tmp_path, monkeypatch):
+        assert subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=False).returncode == 7

@@ -35,7 +35,7 @@ class ObjectServer:
         self.status, self.tampered, self.stalled, self.cut, self.moved = {}, {}, {}, {}, {}
         self.page, self.paged = b"<!DOCTYPE html><title>Log in</title>" * 4, set()
         self.markers = set()  # empty objects that stand for folders
-        self.ignores_ranges = self.has_index = False
+        self.ignores_ranges = self.has_index = self.is_chunked = False
         self.released = threading.Event()
         self.server = _Server(("127.0.0.1", 0), _handler(self))
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
@@ -109,7 +109,7 @@ class ObjectServer:
         self.cut.clear()
         self.moved.clear()
         self.paged.clear()
-        self.ignores_ranges = self.has_index = False
+        self.ignores_ranges = self.has_index = self.is_chunked = False
         self.markers.clear()
 
     def names(self):
@@ -198,7 +198,12 @@ def _handler(store):
                 return self._say(301, b"moved", {"Location": f"{self.path}/"})
             names = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in folder.iterdir()]
             body = "".join(f'<li><a href="{urllib.parse.quote(name)}">{escape(name)}</a>' for name in ["../", *names])
-            return self._say(200, body.encode(), {"Content-Type": "text/html; charset=utf-8"})
+            if not store.is_chunked:
+                return self._say(200, body.encode(), {"Content-Type": "text/html; charset=utf-8"})
+            self._headers(200, {"Content-Type": "text/html", "Transfer-Encoding": "chunked"})
+            data = body.encode()
+            self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+            return None
 
         def _list(self, query):
             store.requests.append((self.command, None, None, 0))
