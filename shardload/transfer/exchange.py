@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from shardload.errors import TransferError
 from shardload.manifest import Manifest
 from shardload.sharding.layout import Bounds
-from shardload.transfer.execution import TransferStats, execute
+from shardload.transfer import execution
+from shardload.transfer.execution import TransferStats
 from shardload.transfer.geometry import Ordered
 from shardload.transfer.load_plan import Binding, LoadPlan
 from shardload.transfer.owners import OwnerChoice, OwnerPlan
@@ -127,13 +128,13 @@ def execute_together(
         options: Other arguments of `execute`.
     """
     if owners is None or not owners.exchanges:
-        return execute(plan, manifest, devices=devices, on_ready=on_ready, shardings=shardings, **options)
+        return execution.execute(plan, manifest, devices=devices, on_ready=on_ready, shardings=shardings, **options)
     wanted = {b.name: (shardings or {}).get(b.name) or named_sharding(b.layout, devices) for b in bindings}
     exchange = VariableExchange(batches(owners, bindings, manifest), wanted, devices, meet=meet, on_ready=on_ready)
     try:
         # What is not exchanged is loaded on the refined mesh, too, and gets its own sharding at once.
         whole = {name: sharding for name, sharding in wanted.items() if name not in exchange.names}
-        stats = execute(plan, manifest, devices=devices, on_ready=exchange.ready, shardings=whole, **options)
+        stats = execution.execute(plan, manifest, devices=devices, on_ready=exchange.ready, shardings=whole, **options)
         exchange.finish()
     finally:
         exchange.close()
