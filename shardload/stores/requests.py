@@ -485,7 +485,7 @@ class _Loop:
         self._asyncio = asyncio
         self._loop = asyncio.new_event_loop()
         # A daemon: a process that ends does not wait for a server.
-        threading.Thread(target=self._loop.run_forever, name="shardload-requests", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="event-loop-of-stores", daemon=True).start()
 
     def submit(self, request: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         """Start a request."""

@@ -174,7 +174,6 @@ def test_loaders_open_files_through_their_store_only(name):
 ASKS_FOR_URLS = {
     "stores.remote": "the place: location_of",
     "stores.clients": "takes an address apart, and makes the client for its scheme",
-    "errors": "hides what is secret in an address",
     "stores.local": "file://, and URLs that are no place to write to",
     "resolve": "names hubs: kaggle://, hf://",
     "resolve.hubs": "names hubs: kaggle://, hf://",
