@@ -80,12 +80,16 @@ def test_a_gated_repository_needs_a_token(hub, monkeypatch):
     assert TOKEN not in str(shardload.plan("hf://org/model", mesh="1x8"))
 
 
-def test_a_small_file_is_compared_with_its_digest(hub):
-    hub.tampered.add("tokenizer.json")
-    manifest = shardload.inspect("hf://org/model")
-    if "tokenizer.json" in hub.files():
+def test_a_small_file_is_compared_with_its_digest(hub, folder):
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    try:
+        manifest = shardload.inspect("hf://org/model")  # the copies are removed with it
+        assert (manifest.location.local_folder() / "tokenizer.json").read_text() == '{"model": {}}'
+        hub.tampered.add("tokenizer.json")
         with pytest.raises(DamagedError, match=r"hf://org/model@.*/tokenizer.json is damaged: its SHA-256 is"):
-            manifest.location.local_folder()
+            shardload.inspect("hf://org/model").location.local_folder()
+    finally:
+        (folder / "tokenizer.json").unlink()
 
 
 def test_what_is_not_there(hub):
