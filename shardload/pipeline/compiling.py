@@ -6,7 +6,7 @@
 
 Shapes, dtypes and shardings of all variables are known before the first byte is read, and compiling needs nothing else
 (`shardload.keras_bridge.compiled_steps`). The thread runs no program, so processes that load together do not wait for
-each other in it. Whatever fails in it is a note in the report: the first call then compiles, as it would without.
+each other in it. A failure in it is a note in the report: the first call then compiles, as it would without.
 """
 
 from __future__ import annotations
