@@ -19,8 +19,9 @@ from shardload.errors import MissingExtraError, SourceNotFoundError
 from shardload.loaders.contents import part_number, pattern_of
 from shardload.stores.local import any_home, home
 from shardload.stores.location import Location
+from shardload.stores.objects import KnownObjects
 from shardload.stores.remote import RemoteStore
-from shardload.stores.requests import KnownObjects, Requests
+from shardload.stores.requests import Requests
 from shardload.units import plural
 
 _CONNECT_S = 4.0

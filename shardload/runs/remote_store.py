@@ -26,11 +26,12 @@ from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, hash_of, is_saved
 from shardload.runs.digests import SavedUnits
 from shardload.stores.answers import COPY_FIRST, ForbiddenError
+from shardload.stores.event_loop import Fetch
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile, PrivateCopies
 from shardload.stores.location import Location
 from shardload.stores.remote import NameTree, RemoteStore
-from shardload.stores.requests import Fetch, Requests
+from shardload.stores.requests import Requests
 from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
 

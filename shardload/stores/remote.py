@@ -27,9 +27,11 @@ from shardload.errors import (
 from shardload.stores import web_folders
 from shardload.stores.answers import COPY_FIRST, ForbiddenError, OutOfRangeError, WebPageError
 from shardload.stores.clients import Address
+from shardload.stores.event_loop import Fetch
 from shardload.stores.local import PrivateCopies
 from shardload.stores.location import Location
-from shardload.stores.requests import Fetch, Requests, Version
+from shardload.stores.objects import Version
+from shardload.stores.requests import Requests
 from shardload.stores.store import FileIdentity, Kind, Store
 from shardload.units import exact_bytes
 

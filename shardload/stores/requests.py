@@ -12,16 +12,12 @@ bytes of two versions are never mixed.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import math
 import os
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -37,12 +33,14 @@ from shardload.errors import (
 from shardload.stores import answers
 from shardload.stores.answers import TIMEOUT_VARIABLE, FailedTry, OutOfRangeError
 from shardload.stores.clients import Address, client
+from shardload.stores.event_loop import Fetch
+from shardload.stores.objects import KnownObjects, Version
+from shardload.stores.queries import NameList, ObjectBytes, Query, WebPage
 from shardload.units import exact_bytes
 
 if TYPE_CHECKING:
     import asyncio
 
-    from obstore import GetOptions
 
 _WINDOW_S = 120.0
 """For how long a request that fails is repeated, in seconds from its first try."""
@@ -59,58 +57,6 @@ _INDIRECT = 2
 """How many requests for an object follow redirects, where a hub has these; later ones go where the hub redirects to.
 A header needs no more, and to ask for the address is a request too."""
 _SIGNED_FOR = timedelta(minutes=1)
-_PAGES = ("text/html", "application/xhtml+xml")
-_MAX_PAGE_BYTES = 4 << 20
-"""Longest web page that is searched for links to the files of a folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """Size and version of an object, as its store tells them."""
-
-    size: int
-    tag: str = ""
-    """ETag without its quotes; empty if the store has none."""
-    changed_s: float = 0.0
-    """When the object was last written, in seconds since 1970; 0 if the store does not say."""
-
-    @classmethod
-    def of(cls, meta: Any) -> Version:
-        """Return what obstore's description of an object says."""
-        return cls(meta["size"], (meta.get("e_tag") or "").strip('"'), meta["last_modified"].timestamp() // 1)
-
-    def differs(self, other: Version) -> bool:
-        """Whether two answers were certainly given for different versions."""
-        if self.size != other.size:
-            return True
-        if self.tag and other.tag:
-            return self.tag != other.tag
-        return bool(self.changed_s and other.changed_s and self.changed_s != other.changed_s)
-
-    @property
-    def number(self) -> int:
-        """A number that differs between versions."""
-        return int.from_bytes(f"{self.tag or self.changed_s}".encode(), "big")
-
-
-@dataclass(frozen=True, slots=True)
-class KnownObjects:
-    """What is known of the objects at an address that names one version of them, such as a commit."""
-
-    sizes: Mapping[str, int]
-    """Name → size in bytes of all objects."""
-    sha256: Mapping[str, str]
-    """Name → digest of objects for which one is known."""
-    address_of: Callable[[str], str | None]
-    """Returns where the server redirects requests for an object to; ``None`` if it sends the object itself."""
-
-    def inside(self, folder: str, *, whole: bool) -> dict[str, int | None]:
-        """Return name → size of all objects below a folder, or of what is directly in it: ``None`` for a folder."""
-        prefix = f"{folder}/" if folder else ""
-        below = {name[len(prefix) :]: size for name, size in self.sizes.items() if name.startswith(prefix)}
-        if whole:
-            return dict(below)
-        return {name.partition("/")[0]: None if "/" in name else size for name, size in below.items()}
 
 
 class Requests:
@@ -169,7 +115,7 @@ class Requests:
             name.encode()
         except UnicodeEncodeError as error:
             raise TransferError(f"{self.url}/{name!a} cannot be read: its name is not valid Unicode") from error
-        return Fetch(self._repeated(name, _Body(self, name, start, stop)), shown=self._shown(name))
+        return Fetch(self._repeated(name, ObjectBytes(self, name, start, stop)), shown=self._shown(name))
 
     def read_small(self, name: str, *, limit: int) -> memoryview | None:
         """Read a whole object; return ``None`` if it is missing, and raise if it has more than ``limit`` bytes."""
@@ -224,7 +170,7 @@ class Requests:
             return self.known.inside(folder, whole=whole)
         if not self.can_list:
             raise UnsupportedError(f"Cannot list {self._shown(folder)}: HTTP servers do not list their files")
-        request = _Listing(whole=whole)
+        request = NameList(whole=whole)
         found: dict[str, Any] | None = Fetch(self._repeated(folder, request), shown=self._shown(folder)).wait()
         if found is None:
             raise SourceNotFoundError(f"There is no bucket {self.address.root}. Check the address")
@@ -233,7 +179,7 @@ class Requests:
     def page(self, name: str) -> bytes | None:
         """Return the web page that an HTTP server sends for a folder; ``None`` if it sends none, or something else."""
         found: bytes | None = Fetch(
-            self._repeated(name, _Page(f"{self.encoded(name)}/")), shown=self._shown(name)
+            self._repeated(name, WebPage(f"{self.encoded(name)}/")), shown=self._shown(name)
         ).wait()
         return found
 
@@ -291,7 +237,7 @@ class Requests:
     def _shown(self, name: str) -> str:
         return f"{self.url}/{name}".rstrip("/")
 
-    async def _repeated(self, name: str, request: _Request) -> Any:
+    async def _repeated(self, name: str, request: Query) -> Any:
         """Send a request until it succeeds, fails for good, or its time is over."""
         from asyncio import CancelledError, get_running_loop, sleep
 
@@ -337,181 +283,6 @@ class Requests:
             return answers.pause_asked(obstore.sign(self._client, "GET", path, _SIGNED_FOR))
         except Exception:  # some credentials cannot sign addresses; then the random pause must do
             return 0.0
-
-
-class _Request:
-    async def send(self, client: Any, path: str) -> Any:
-        """Send the request once."""
-        raise NotImplementedError
-
-
-class _Body(_Request):
-    """A request for bytes of an object."""
-
-    def __init__(self, requests: Requests, name: str, start: int = 0, stop: int | None = None) -> None:
-        self._requests, self._name, self._start, self._stop = requests, name, start, stop
-
-    async def send(self, client: Any, path: str) -> memoryview:
-        import obstore
-
-        options: GetOptions = {}
-        if self._stop is not None:
-            options["range"] = self._start, self._stop
-        elif self._start:
-            options["range"] = {"offset": self._start}
-        if (tag := self._requests.tag(self._name)) is not None:
-            options["if_match"] = tag
-        try:
-            answer = await obstore.get_async(client, path, options=options)
-        except Exception as error:
-            failed = FailedTry.of(error)
-            if failed.code == "no length":  # made as it is sent: no file
-                raise answers.web_page(self._requests.url, self._name) from None
-            if failed.code == "no ranges" or (failed.status == 416 and self._start):
-                # Perhaps a web page: shorter than the file, or made for this request.
-                self._refuse_page(await self._whole(client, path))
-            raise
-        self._refuse_page(answer)
-        self._requests.note(self._name, Version.of(answer.meta))
-        return memoryview(await answer.bytes_async())
-
-    async def _whole(self, client: Any, path: str) -> Any:
-        import obstore
-
-        try:
-            return await obstore.get_async(client, path)
-        except Exception as error:
-            if FailedTry.of(error).code == "no length":
-                raise answers.web_page(self._requests.url, self._name) from None
-            raise
-
-    def _refuse_page(self, answer: Any) -> None:
-        if _is_page(answer) and not self._requests.can_list and not self._name.endswith((".html", ".htm")):
-            raise answers.web_page(self._requests.url, self._name)
-
-
-def _is_page(answer: Any) -> bool:
-    kind: str = answer.attributes.get("Content-Type", "")
-    return kind.lower().startswith(_PAGES)
-
-
-class _Listing(_Request):
-    """A request for the names of objects: of all below a folder (``whole``), or of what is directly in it."""
-
-    def __init__(self, *, whole: bool) -> None:
-        self._whole = whole
-
-    async def send(self, client: Any, path: str) -> dict[str, int | None]:
-        import obstore
-
-        skip = len(path) + 1 if path else 0
-        found: dict[str, int | None] = {}
-        if self._whole:
-            objects = await obstore.list(client, path or None).collect_async()
-        else:
-            listed = await obstore.list_with_delimiter_async(client, path or None)
-            objects = listed["objects"]
-            found |= {folder[skip:].strip("/"): None for folder in listed["common_prefixes"]}
-        # Some programs make an object for each folder: what contains other objects is a folder.
-        return {meta["path"][skip:]: meta["size"] for meta in objects} | found
-
-
-class _Page(_Request):
-    """A request for the web page by which an HTTP server shows a folder."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    async def send(self, client: Any, path: str) -> bytes | None:
-        import obstore
-
-        try:
-            answer = await obstore.get_async(client, path)
-        except Exception as error:
-            if FailedTry.of(error).code != "no length":
-                raise
-            return await self._without_length()
-        if not _is_page(answer) or answer.meta["size"] > _MAX_PAGE_BYTES:
-            return None
-        return bytes(await answer.bytes_async())
-
-    async def _without_length(self) -> bytes | None:
-        """Read a page that the server makes as it sends it, which obstore cannot."""
-        from asyncio import get_running_loop
-
-        return await get_running_loop().run_in_executor(None, answers.page_of, self._address, _MAX_PAGE_BYTES)
-
-
-class Fetch:
-    """A pending request to a store: for bytes of an object, or for a list of names."""
-
-    def __init__(self, request: Coroutine[Any, Any, Any], *, shown: str) -> None:
-        self._future = _loop().submit(request)
-        self._shown = shown
-
-    def cancel(self) -> None:
-        """Cancel the request; a thread that waits for it gets a `TransferError`."""
-        self._future.cancel()
-
-    def result(self) -> memoryview | None:
-        """Return the bytes; ``None`` if there is no such object."""
-        found: memoryview | None = self.wait()
-        return found
-
-    def wait(self) -> Any:
-        """Wait for the response and return it."""
-        try:
-            return self._future.result()
-        except concurrent.futures.CancelledError as error:
-            raise TransferError(f"The request for {self._shown} was cancelled") from error
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the request ended with an error, or was cancelled."""
-        return self._future.cancelled() or (self._future.done() and self._future.exception() is not None)
-
-    @staticmethod
-    def is_too_short(error: TransferError) -> bool:
-        """Whether the request failed because the object ends before the requested range."""
-        return isinstance(error, OutOfRangeError)
-
-
-class _Loop:
-    """A thread with an event loop, in which all requests of the process wait for their answers."""
-
-    def __init__(self) -> None:
-        import asyncio  # takes as long as importing all loaders
-
-        self._asyncio = asyncio
-        self._loop = asyncio.new_event_loop()
-        # A daemon: a process that ends does not wait for a server.
-        threading.Thread(target=self._loop.run_forever, name="event-loop-of-stores", daemon=True).start()
-
-    def submit(self, request: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        """Start a request."""
-        return self._asyncio.run_coroutine_threadsafe(request, self._loop)
-
-
-@functools.cache
-def _loop_of(process: int) -> _Loop:
-    del process  # a forked process has no thread of its parent
-    return _Loop()
-
-
-_loops = threading.Lock()
-_users: set[int] = set()
-"""The process that has sent requests, if there is one: a forked process inherits it."""
-
-
-def _loop() -> _Loop:
-    with _loops:
-        if _users and os.getpid() not in _users:
-            raise UnsupportedError(
-                "Cannot read from a remote store in a process that was forked from one which has read from a store: "
-                'obstore\'s threads do not survive a fork. Start processes with the method "spawn" or "forkserver"'
-            )
-        _users.add(os.getpid())
-        return _loop_of(os.getpid())
 
 
 def window_s(*, first: bool = False) -> float:

@@ -1,0 +1,85 @@
+"""The thread in which all requests of this process wait for their answers, and `Fetch`, one of these requests."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from shardload.errors import TransferError, UnsupportedError
+from shardload.stores.answers import OutOfRangeError
+
+
+class Fetch:
+    """A pending request to a store: for bytes of an object, or for a list of names."""
+
+    def __init__(self, request: Coroutine[Any, Any, Any], *, shown: str) -> None:
+        self._future = _loop().submit(request)
+        self._shown = shown
+
+    def cancel(self) -> None:
+        """Cancel the request; a thread that waits for it gets a `TransferError`."""
+        self._future.cancel()
+
+    def result(self) -> memoryview | None:
+        """Return the bytes; ``None`` if there is no such object."""
+        found: memoryview | None = self.wait()
+        return found
+
+    def wait(self) -> Any:
+        """Wait for the response and return it."""
+        try:
+            return self._future.result()
+        except concurrent.futures.CancelledError as error:
+            raise TransferError(f"The request for {self._shown} was cancelled") from error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the request ended with an error, or was cancelled."""
+        return self._future.cancelled() or (self._future.done() and self._future.exception() is not None)
+
+    @staticmethod
+    def is_too_short(error: TransferError) -> bool:
+        """Whether the request failed because the object ends before the requested range."""
+        return isinstance(error, OutOfRangeError)
+
+
+class _Loop:
+    """A thread with an event loop, in which all requests of the process wait for their answers."""
+
+    def __init__(self) -> None:
+        import asyncio  # takes as long as importing all loaders
+
+        self._asyncio = asyncio
+        self._loop = asyncio.new_event_loop()
+        # A daemon: a process that ends does not wait for a server.
+        threading.Thread(target=self._loop.run_forever, name="event-loop-of-stores", daemon=True).start()
+
+    def submit(self, request: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Start a request."""
+        return self._asyncio.run_coroutine_threadsafe(request, self._loop)
+
+
+@functools.cache
+def _loop_of(process: int) -> _Loop:
+    del process  # a forked process has no thread of its parent
+    return _Loop()
+
+
+_loops = threading.Lock()
+_users: set[int] = set()
+"""The process that has sent requests, if there is one: a forked process inherits it."""
+
+
+def _loop() -> _Loop:
+    with _loops:
+        if _users and os.getpid() not in _users:
+            raise UnsupportedError(
+                "Cannot read from a remote store in a process that was forked from one which has read from a store: "
+                'obstore\'s threads do not survive a fork. Start processes with the method "spawn" or "forkserver"'
+            )
+        _users.add(os.getpid())
+        return _loop_of(os.getpid())

@@ -1,0 +1,56 @@
+"""What is known of the objects of a store (its files): their sizes and versions, asked for or known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Size and version of an object, as its store tells them."""
+
+    size: int
+    tag: str = ""
+    """ETag without its quotes; empty if the store has none."""
+    changed_s: float = 0.0
+    """When the object was last written, in seconds since 1970; 0 if the store does not say."""
+
+    @classmethod
+    def of(cls, meta: Any) -> Version:
+        """Return what obstore's description of an object says."""
+        return cls(meta["size"], (meta.get("e_tag") or "").strip('"'), meta["last_modified"].timestamp() // 1)
+
+    def differs(self, other: Version) -> bool:
+        """Whether two answers were certainly given for different versions."""
+        if self.size != other.size:
+            return True
+        if self.tag and other.tag:
+            return self.tag != other.tag
+        return bool(self.changed_s and other.changed_s and self.changed_s != other.changed_s)
+
+    @property
+    def number(self) -> int:
+        """A number that differs between versions."""
+        return int.from_bytes(f"{self.tag or self.changed_s}".encode(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownObjects:
+    """What is known of the objects at an address that names one version of them, such as a commit."""
+
+    sizes: Mapping[str, int]
+    """Name → size in bytes of all objects."""
+    sha256: Mapping[str, str]
+    """Name → digest of objects for which one is known."""
+    address_of: Callable[[str], str | None]
+    """Returns where the server redirects requests for an object to; ``None`` if it sends the object itself."""
+
+    def inside(self, folder: str, *, whole: bool) -> dict[str, int | None]:
+        """Return name → size of all objects below a folder, or of what is directly in it: ``None`` for a folder."""
+        prefix = f"{folder}/" if folder else ""
+        below = {name[len(prefix) :]: size for name, size in self.sizes.items() if name.startswith(prefix)}
+        if whole:
+            return dict(below)
+        return {name.partition("/")[0]: None if "/" in name else size for name, size in below.items()}

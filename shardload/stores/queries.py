@@ -1,0 +1,143 @@
+"""What a store is asked for, once: bytes of an object, the names in a folder, or the web page that shows a folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardload.stores import answers
+from shardload.stores.answers import FailedTry
+from shardload.stores.objects import Version
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+
+_PAGES = ("text/html", "application/xhtml+xml")
+_MAX_PAGE_BYTES = 4 << 20
+"""Longest web page that is searched for links to the files of a folder."""
+
+
+class Objects(Protocol):
+    """What a request needs to know of the store that it is sent to (`shardload.stores.requests.Requests`)."""
+
+    url: str
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the store can list the names of its objects; HTTP servers cannot."""
+        ...
+
+    def tag(self, name: str) -> str | None:
+        """Return the ETag that an answer must have, if the store compares it itself."""
+        ...
+
+    def note(self, name: str, found: Version) -> None:
+        """Remember an object's version, or raise if an earlier answer came from another one."""
+        ...
+
+
+class Query:
+    """Something that a store is asked for."""
+
+    async def send(self, client: Any, path: str) -> Any:
+        """Send the request once."""
+        raise NotImplementedError
+
+
+class ObjectBytes(Query):
+    """A request for bytes of an object."""
+
+    def __init__(self, store: Objects, name: str, start: int = 0, stop: int | None = None) -> None:
+        self._store, self._name, self._start, self._stop = store, name, start, stop
+
+    async def send(self, client: Any, path: str) -> memoryview:
+        """Request the bytes once, and return them; raise if the object changed, or a web page came in its place."""
+        import obstore
+
+        options: GetOptions = {}
+        if self._stop is not None:
+            options["range"] = self._start, self._stop
+        elif self._start:
+            options["range"] = {"offset": self._start}
+        if (tag := self._store.tag(self._name)) is not None:
+            options["if_match"] = tag
+        try:
+            answer = await obstore.get_async(client, path, options=options)
+        except Exception as error:
+            failed = FailedTry.of(error)
+            if failed.code == "no length":  # made as it is sent: no file
+                raise answers.web_page(self._store.url, self._name) from None
+            if failed.code == "no ranges" or (failed.status == 416 and self._start):
+                # Perhaps a web page: shorter than the file, or made for this request.
+                self._refuse_page(await self._whole(client, path))
+            raise
+        self._refuse_page(answer)
+        self._store.note(self._name, Version.of(answer.meta))
+        return memoryview(await answer.bytes_async())
+
+    async def _whole(self, client: Any, path: str) -> Any:
+        import obstore
+
+        try:
+            return await obstore.get_async(client, path)
+        except Exception as error:
+            if FailedTry.of(error).code == "no length":
+                raise answers.web_page(self._store.url, self._name) from None
+            raise
+
+    def _refuse_page(self, answer: Any) -> None:
+        if _is_page(answer) and not self._store.can_list and not self._name.endswith((".html", ".htm")):
+            raise answers.web_page(self._store.url, self._name)
+
+
+def _is_page(answer: Any) -> bool:
+    kind: str = answer.attributes.get("Content-Type", "")
+    return kind.lower().startswith(_PAGES)
+
+
+class NameList(Query):
+    """A request for the names of objects: of all below a folder (``whole``), or of what is directly in it."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
+
+    async def send(self, client: Any, path: str) -> dict[str, int | None]:
+        """Request the names once, and return name → size in bytes; ``None`` is the size of a folder."""
+        import obstore
+
+        skip = len(path) + 1 if path else 0
+        found: dict[str, int | None] = {}
+        if self._whole:
+            objects = await obstore.list(client, path or None).collect_async()
+        else:
+            listed = await obstore.list_with_delimiter_async(client, path or None)
+            objects = listed["objects"]
+            found |= {folder[skip:].strip("/"): None for folder in listed["common_prefixes"]}
+        # Some programs make an object for each folder: what contains other objects is a folder.
+        return {meta["path"][skip:]: meta["size"] for meta in objects} | found
+
+
+class WebPage(Query):
+    """A request for the web page by which an HTTP server shows a folder."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def send(self, client: Any, path: str) -> bytes | None:
+        """Request the page once, and return it; ``None`` if something else came, or too much."""
+        import obstore
+
+        try:
+            answer = await obstore.get_async(client, path)
+        except Exception as error:
+            if FailedTry.of(error).code != "no length":
+                raise
+            return await self._without_length()
+        if not _is_page(answer) or answer.meta["size"] > _MAX_PAGE_BYTES:
+            return None
+        return bytes(await answer.bytes_async())
+
+    async def _without_length(self) -> bytes | None:
+        """Read a page that the server makes as it sends it, which obstore cannot."""
+        from asyncio import get_running_loop
+
+        return await get_running_loop().run_in_executor(None, answers.page_of, self._address, _MAX_PAGE_BYTES)
