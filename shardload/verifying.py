@@ -80,7 +80,7 @@ def _verdicts(source: str | os.PathLike[str], shown: Progress) -> list[Verdict]:
     if resolved.remote is not None:
         if not resolved.remote.exists():
             resolved.remote.open()  # raises: there is nothing to verify
-        found = remote_steps(str(source), resolved.remote)
+        found = remote_steps(resolved.remote)
         return [_remote(info, shown) for info in found] or [_readable(resolved.remote, shown)]
     path = Path(resolved.path)
     if is_ours(path):

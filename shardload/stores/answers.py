@@ -162,6 +162,11 @@ class FailedTry:
         return self.is_connection and self.cause not in _FINAL
 
     @property
+    def is_unanswered(self) -> bool:
+        """Whether the server said nothing, not even where else the object is: it may be the wrong one."""
+        return self.status is None and self.is_connection and self.cause not in ("TooManyRedirects", "BadScheme")
+
+    @property
     def is_busy(self) -> bool:
         """Whether the server asks for fewer requests, and perhaps says how long to wait."""
         return self.status in (429, 503)

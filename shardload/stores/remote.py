@@ -96,7 +96,7 @@ class RemoteStore(Store):
 
     def kind(self, key: str) -> Kind | None:
         """Return whether a key names a file or a folder; see `Store.kind`."""
-        if not key:
+        if not key or self._folders.get(key):
             return "folder"
         folder, _, name = key.rpartition("/")
         known = self._folder(folder) if self.requests.known is not None else self._folders.get(folder)
@@ -403,7 +403,8 @@ SCHEMES: dict[str, Callable[[str], Location]] = {}
 def _in_store(url: str) -> Location:
     address = Address.parse(url)
     query = f"?{address.query}" if address.query else ""
-    return Location(RemoteStore(f"{address.root}{query}"), address.path)
+    requests = Requests(f"{address.root}{query}", asked=address.url)
+    return Location(RemoteStore(requests.url, requests=requests), address.path)
 
 
 SCHEMES |= dict.fromkeys(("s3", "gs", "http", "https"), _in_store)
@@ -416,14 +417,11 @@ def location_of(source: object) -> Location | None:
     return None if found is None else found(str(source))
 
 
-def remote_store(source: object) -> RemoteStore | None:
-    """Return a store of what is below a URL, whose keys are relative to it; ``None`` for a local path.
-
-    Raise for a URL that is not of a remote store.
-    """
+def remote_place(source: object) -> Location | None:
+    """Return the location of a URL in a `RemoteStore`; ``None`` for a local path; raise for any other URL."""
     found = location_of(source)
     if found is not None and isinstance(found.store, RemoteStore):
-        return RemoteStore(str(source))
+        return found
     if found is not None or (isinstance(source, str) and _OTHER_URL.match(source)):
         raise UnsupportedError(f"Cannot read {source}, expected a path, or an address at s3://, gs:// or http(s)://")
     return None

@@ -62,8 +62,9 @@ _SIGNED_FOR = timedelta(minutes=1)
 class Requests:
     """Sends requests for the objects below a URL. Names of objects are relative to this URL.
 
-    ``headers`` go with each request to an HTTP server. ``shown`` is the address for messages, by default the URL. What
-    is in ``known`` is not asked for.
+    ``headers`` go with each request to an HTTP server. ``shown`` is the address for messages, by default the URL.
+    ``asked`` is the address that a user gave, which errors name until the store has answered. What is in ``known`` is
+    not asked for.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class Requests:
         *,
         headers: dict[str, str] | None = None,
         shown: str | None = None,
+        asked: str | None = None,
         known: KnownObjects | None = None,
     ) -> None:
         self.address = Address.parse(url)
         self.url = shown or self.address.url
+        self._asked = asked
         self._headers = headers
         self._versions: dict[str, Version] = {}
         self.known = known
@@ -241,6 +244,8 @@ class Requests:
         """Send a request until it succeeds, fails for good, or its time is over."""
         from asyncio import CancelledError, get_running_loop, sleep
 
+        if self.known is not None and name not in self.known.sizes:
+            return None
         began_s, tries, renewed = time.monotonic(), 0, False
         while True:
             tries += 1
@@ -266,7 +271,9 @@ class Requests:
                 if not failed.is_passing or spent_s + pause_s > window_s(first=not self.answered):
                     # Not `from error`: its text has the address, which may be signed.
                     told = failed.without(self.address.query)
-                    raise answers.failure(self.url, name, told, tries=tries, spent_s=spent_s) from None
+                    is_unknown = failed.is_unanswered and not self.answered
+                    where = (self._asked, "") if self._asked and is_unknown else (self.url, name)
+                    raise answers.failure(*where, told, tries=tries, spent_s=spent_s) from None
                 await sleep(pause_s)
             else:
                 self.answered = self.succeeded = True

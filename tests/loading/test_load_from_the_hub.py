@@ -16,6 +16,7 @@ from saved_steps import save_step
 from test_load_from_stores import sharded_folder, small_model
 
 import shardload
+from shardload.cli import main
 from shardload.errors import DamagedError, SourceNotFoundError
 from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
@@ -125,3 +126,15 @@ def test_a_hub_that_does_not_say_where_a_file_is(hub, folder, monkeypatch):
     local = shardload.inspect(folder)
     for name in list(manifest.tensors)[:4] * 2:
         assert read_tensor(manifest, name).tobytes() == read_tensor(local, name).tobytes()
+
+
+@pytest.mark.parametrize("scheme", ["hf", "HF"])
+def test_the_branch_is_looked_up_once_in_a_call(hub, capfd, scheme):
+    for command in ("plan", "load"):
+        hub.requests.clear()
+        assert main([command, f"{scheme}://org/model", "--mesh", "1x8", "--json"]) == 0
+        asked = [path for _, path, _ in hub.requests]
+        assert asked.count("api/models/org/model") == 1
+        # The hub's list of files has no digests, so nothing asks for them.
+        assert not [path for path in asked if path.endswith("digests.json")]
+    capfd.readouterr()

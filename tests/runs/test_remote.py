@@ -21,7 +21,7 @@ from shardload.errors import BudgetError, DamagedError, SourceError
 from shardload.runs.digests import Digests
 from shardload.runs.listing import list_steps
 from shardload.runs.remote_store import open_step
-from shardload.stores.remote import RemoteStore
+from shardload.stores.remote import location_of
 from shardload.transfer import byte_source, execution
 from shardload.verifying import verify
 
@@ -228,7 +228,7 @@ class TestRemoteStep(StoreContract):
 
     @pytest.fixture
     def location(self, server):
-        return open_step(RemoteStore(f"{server.http}/7")).root
+        return open_step(location_of(f"{server.http}/7")).root
 
     def test_a_copy_is_used_instead_of_the_store(self, location, server):
         (location / "sub/b").local_path()
@@ -248,7 +248,7 @@ class TestRemoteStep(StoreContract):
             (location / "stray").open()
 
     def test_its_copies_go_with_it(self, server):
-        step = open_step(RemoteStore(f"{server.http}/7"))
+        step = open_step(location_of(f"{server.http}/7"))
         folder = (step.root / "sub/b").local_path().parents[2]
         assert folder.exists()
         del step
