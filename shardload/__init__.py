@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardload.reports.calls import FastReport
     from shardload.resolve.opening import inspect
     from shardload.restoring import restore
+    from shardload.stores.cache_choice import cache
     from shardload.text.generation import generate
     from shardload.text.sources import tokenizer
     from shardload.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ __all__ = [
     "TensorParallelKeras",
     "Tokenizer",
     "abstract",
+    "cache",
     "callbacks",
     "convert",
     "data",
@@ -92,6 +94,7 @@ _HOMES = {
     "TensorParallelKeras": "parallel.tensor_parallel",
     "Tokenizer": "text.tokenizer",
     "abstract": "keras_bridge.abstraction",
+    "cache": "stores.cache_choice",
     "convert": "converting",
     "fast": "accelerating",
     "generate": "text.generation",

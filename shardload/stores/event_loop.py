@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from shardload.errors import TransferError, UnsupportedError
@@ -14,11 +14,18 @@ from shardload.stores.answers import OutOfRangeError
 
 
 class Fetch:
-    """A pending request to a store: for bytes of an object, or for a list of names."""
+    """A pending request to a store: for bytes of an object, or for a list of names.
 
-    def __init__(self, request: Coroutine[Any, Any, Any], *, shown: str) -> None:
+    ``finish``, if given, makes the result from what the request returns, in the first thread that waits for it.
+    """
+
+    def __init__(
+        self, request: Coroutine[Any, Any, Any], *, shown: str, finish: Callable[[Any], Any] | None = None
+    ) -> None:
         self._future = _loop().submit(request)
-        self._shown = shown
+        self._shown, self._finish = shown, finish
+        self._finished: list[Any] = []
+        self._lock = threading.Lock()
 
     def cancel(self) -> None:
         """Cancel the request; a thread that waits for it gets a `TransferError`."""
@@ -32,9 +39,15 @@ class Fetch:
     def wait(self) -> Any:
         """Wait for the response and return it."""
         try:
-            return self._future.result()
+            found = self._future.result()
         except concurrent.futures.CancelledError as error:
             raise TransferError(f"The request for {self._shown} was cancelled") from error
+        if self._finish is None:
+            return found
+        with self._lock:
+            if not self._finished:
+                self._finished.append(self._finish(found))
+            return self._finished[0]
 
     @property
     def has_failed(self) -> bool:

@@ -8,6 +8,8 @@ server that is busy may say how long to wait (``Retry-After``). Everything else 
 
 The size and version of an object are noted when they are first told. An answer from another version is an error, so
 bytes of two versions are never mixed.
+
+If a cache is in use, `shardload.stores.cached_reads` looks there first, and sends the rest of a request.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from shardload.errors import (
 )
 from shardload.stores import answers
 from shardload.stores.answers import TIMEOUT_VARIABLE, FailedTry, OutOfRangeError
+from shardload.stores.cache_choice import current_cache
+from shardload.stores.cached_reads import CachedReads
 from shardload.stores.clients import Address, client
 from shardload.stores.event_loop import Fetch
 from shardload.stores.objects import KnownObjects, Version
@@ -90,6 +94,8 @@ class Requests:
         """Whether the store has answered a request, so that its address is right."""
         self.succeeded = False
         """Whether the store has sent something that was asked for, so that access is granted in principle."""
+        cache = current_cache()
+        self._cached = None if cache is None else CachedReads(cache, self)
 
     @functools.cached_property
     def _client(self) -> Any:
@@ -118,7 +124,18 @@ class Requests:
             name.encode()
         except UnicodeEncodeError as error:
             raise TransferError(f"{self.url}/{name!a} cannot be read: its name is not valid Unicode") from error
-        return Fetch(self._repeated(name, ObjectBytes(self, name, start, stop)), shown=self._shown(name))
+        if self._cached is not None:
+            return self._cached.begin(name, start, stop)
+        return Fetch(self.fetch(name, start, stop), shown=self.shown(name))
+
+    async def fetch(self, name: str, start: int, stop: int | None) -> memoryview | None:
+        """Read bytes of an object from the store; ``None`` if there is no such object."""
+        found: memoryview | None = await self._repeated(name, ObjectBytes(self, name, start, stop))
+        return found
+
+    def known_version(self, name: str) -> Version | None:
+        """Return the version of an object if it is known already."""
+        return self._versions.get(name)
 
     def read_small(self, name: str, *, limit: int) -> memoryview | None:
         """Read a whole object; return ``None`` if it is missing, and raise if it has more than ``limit`` bytes."""
@@ -130,7 +147,7 @@ class Requests:
             return found
         if n_bytes > limit:
             raise UnsafeSourceError(
-                f"{self._shown(name)} should have at most {exact_bytes(limit)}, as it is read as a whole, but has "
+                f"{self.shown(name)} should have at most {exact_bytes(limit)}, as it is read as a whole, but has "
                 f"{exact_bytes(n_bytes)}. It is probably another kind of file. Check the address"
             )
         return self.read(name)
@@ -172,9 +189,9 @@ class Requests:
         if self.known is not None:
             return self.known.inside(folder, whole=whole)
         if not self.can_list:
-            raise UnsupportedError(f"Cannot list {self._shown(folder)}: HTTP servers do not list their files")
+            raise UnsupportedError(f"Cannot list {self.shown(folder)}: HTTP servers do not list their files")
         request = NameList(whole=whole)
-        found: dict[str, Any] | None = Fetch(self._repeated(folder, request), shown=self._shown(folder)).wait()
+        found: dict[str, Any] | None = Fetch(self._repeated(folder, request), shown=self.shown(folder)).wait()
         if found is None:
             raise SourceNotFoundError(f"There is no bucket {self.address.root}. Check the address")
         return found
@@ -182,7 +199,7 @@ class Requests:
     def page(self, name: str) -> bytes | None:
         """Return the web page that an HTTP server sends for a folder; ``None`` if it sends none, or something else."""
         found: bytes | None = Fetch(
-            self._repeated(name, WebPage(f"{self.encoded(name)}/")), shown=self._shown(name)
+            self._repeated(name, WebPage(f"{self.encoded(name)}/")), shown=self.shown(name)
         ).wait()
         return found
 
@@ -196,7 +213,7 @@ class Requests:
             found = Version(found.size)
         before = self._versions.setdefault(name, found)
         if found.differs(before):
-            raise answers.changed(self._shown(name))
+            raise answers.changed(self.shown(name))
         if found.tag and not before.tag:  # a listing may not tell it
             self._versions[name] = found
 
@@ -237,7 +254,8 @@ class Requests:
         address = Address.parse(url)
         return client(address, stall_s=window_s() / _STALLS), address.path
 
-    def _shown(self, name: str) -> str:
+    def shown(self, name: str) -> str:
+        """Return the address of an object for messages."""
         return f"{self.url}/{name}".rstrip("/")
 
     async def _repeated(self, name: str, request: Query) -> Any:
