@@ -134,11 +134,13 @@ def converter(manifest: Manifest) -> Any:
 
 
 def preset_path(manifest: Manifest) -> str:
-    """Return the path where KerasHub looks for files other than weights; ``os.devnull`` if a checkpoint has no files.
+    """Return the path where KerasHub looks for files other than weights; ``os.devnull`` if there are none.
 
     KerasHub would take a path that does not exist for the name of a preset, and ask hubs for it.
     """
-    return str(manifest.location.local_folder()) if manifest.location.exists() else os.devnull
+    folder = manifest.location.local_folder() if manifest.location.exists() else None
+    # A file at an address, such as a GGUF file, has nothing on this machine.
+    return str(folder) if folder is not None and folder.exists() else os.devnull
 
 
 # ---- classes -------------------------------------------------------------------------------------

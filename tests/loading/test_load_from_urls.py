@@ -28,6 +28,7 @@ from test_load_from_stores import (
 
 import shardload
 from shardload.cli import main
+from shardload.pipeline.source_facts import content_facts
 from shardload.verifying import verify
 
 SCHEMES = ["s3", "gs", "http"]
@@ -120,17 +121,20 @@ def hugging_face(tmp_path_factory):
         (plain / path.name).write_bytes(path.read_bytes())
     sharded_folder(plain)
     shardload.load(folder, task=False).save_to_preset(root / "preset")
-    return root, {"gguf": file, "folder": folder, "sharded": plain, "preset": root / "preset"}
+    # KerasHub looks for other files of a Gemma 3 than of a Llama.
+    (root / "gemma").mkdir()
+    gemma, _ = gguf_pairs.write(root / "gemma", "gemma3_text", "Q8_0")
+    return root, {"gemma": gemma, "gguf": file, "folder": folder, "sharded": plain, "preset": root / "preset"}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("kind", ["gguf", "folder", "sharded", "preset"])
+@pytest.mark.parametrize("kind", ["gguf", "gemma", "folder", "sharded", "preset"])
 def test_models_are_built_from_an_address(hugging_face, monkeypatch, scheme, kind):
     root, places = hugging_face
     with served(root, monkeypatch) as server:
         url = f"{getattr(server, scheme)}/{places[kind].relative_to(root)}"
-        expected = shardload.load(places[kind], task=False, mesh="2x4")
-        found = shardload.load(url, task=False, mesh="2x4")
+        options = {"task": kind == "gemma", "mesh": "2x4"}
+        expected, found = shardload.load(places[kind], **options), shardload.load(url, **options)
         check_same(found, expected)
         assert shardload.plan(url, mesh="2x4").bytes.needed == shardload.plan(places[kind], mesh="2x4").bytes.needed
         if kind == "folder":
@@ -188,3 +192,17 @@ def test_an_object_replaced_between_two_reads_is_an_error(objects, store, tmp_pa
 
     with pytest.raises(shardload.errors.TransferError, match="changed while it was read: another version"):
         read_tensor(manifest, "a")
+
+
+def test_processes_compare_versions_in_place_of_bytes_where_the_store_tells_them(objects, store):
+    path = objects[0] / "compared.safetensors"
+    found = {}
+    for number in range(2):
+        save_file({"a": np.full((1024, 1024), number, "float32")}, path)
+        for scheme in SCHEMES:
+            manifest = shardload.inspect(f"{getattr(store, scheme)}/compared.safetensors")
+            before = store.bytes_sent
+            found[scheme, number] = content_facts(manifest, None)
+            sent = store.bytes_sent - before
+            assert sent == 0 if scheme != "http" else 0 < sent <= 256 * 256
+    assert all(found[scheme, 0] != found[scheme, 1] for scheme in SCHEMES)
