@@ -15,8 +15,9 @@ Ranges are requested in the order of the plan, several of them in advance::
 
     file      |unit|unit|unit|unit|unit|unit|unit|unit|
     blocks       [ block 0   )[ block 1       )
-    ranges    [ range 0      )[ range 1      )             only units that some block needs; whole ones if verified
-                 in use          on its way                a range is released when its last byte was used
+    ranges    [ range 0      )[ range 1      )             only bytes that some block needs, and gaps of up to
+                 in use          on its way                128 KiB; whole units if verified. A range is released
+                                                           when its last byte was used
 
 Only *staged* and *packed* blocks, which pass through scratch memory, are read in units or ranges. With a
 `Verifier`, all other blocks are read twice: first to be verified, then to be used. The same holds for every block if
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,7 +42,7 @@ from shardload.errors import BudgetError, SourceError, SourceNotFoundError, Tran
 from shardload.manifest import Decoded, Tensor
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File, PendingBytes, RemoteFile
-from shardload.transfer.geometry import regions
+from shardload.transfer.geometry import SKIP_BYTES, regions
 from shardload.transfer.host_memory import memory
 from shardload.transfer.load_plan import Block, LoadPlan
 from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
@@ -343,6 +345,40 @@ class _Range:
         return self.stop - self.start
 
 
+class _Runs:
+    """Where in files there are bytes that blocks need, without a gap that is worth another request.
+
+    Processes that load together read neighbouring parts of each tensor: a range across such a gap would fetch what
+    another process reads.
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        spans: dict[Location, list[tuple[int, int]]] = {}
+        for block in blocks:
+            if any(_units_of(block)):
+                spans.setdefault(block.path, []).append(_span(block))
+        self._starts: dict[Location, list[int]] = {}
+        for path, found in spans.items():
+            skipped = 1 if path.store.is_verifying else SKIP_BYTES
+            starts, end = self._starts.setdefault(path, []), -SKIP_BYTES
+            for start, stop in sorted(found):
+                if start - end >= skipped:
+                    starts.append(start)
+                end = max(end, stop)
+
+    def number(self, path: Location, offset: int) -> int:
+        """Return the number of the run that contains this byte of a file."""
+        return bisect_right(self._starts[path], offset)
+
+
+def _span(block: Block) -> tuple[int, int]:
+    """Return where the bytes that are fetched for a block begin and end; digests are for whole units."""
+    start, stop = block.offset, block.offset + block.read_bytes
+    if block.path.store.is_verifying:
+        return start // UNIT_BYTES * UNIT_BYTES, -(-stop // UNIT_BYTES) * UNIT_BYTES
+    return start, stop
+
+
 class RangeReads(ByteSource):
     """Requests ranges of remote files (up to 4 MiB) in advance; their bytes are verified only if the store does so."""
 
@@ -361,17 +397,19 @@ class RangeReads(ByteSource):
         self.held_bytes = self.peak_bytes = 0
         self._range_bytes = 0
         self._ranges: list[_Range] = []
-        self._of: dict[Unit, _Range] = {}
+        self._of: dict[tuple[Unit, int], _Range] = {}
         self._next = 0
         self._lock = threading.Lock()
-        for block in blocks:
+        wanted = list(blocks)
+        self._runs = _Runs(wanted)
+        for block in wanted:
             self._add(block, most)
 
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
         """Copy bytes of a file into scratch from the ranges that were requested in advance; see `ByteSource.fill`."""
         at = 0
         while at < n_bytes:
-            wanted = self._of[path, (offset + at) // UNIT_BYTES]
+            wanted = self._of[(path, (offset + at) // UNIT_BYTES), self._runs.number(path, offset + at)]
             skip = offset + at - wanted.start
             part = np.frombuffer(self._data(wanted)[skip : skip + n_bytes - at], np.uint8)
             if not part.size:
@@ -401,20 +439,21 @@ class RangeReads(ByteSource):
 
     def _add(self, block: Block, most_bytes: int) -> None:
         for path, unit in _units_of(block):
+            run = self._runs.number(path, block.offset)
             first, end = unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES
             start, stop = max(block.offset, first), min(block.offset + block.read_bytes, end)
             n_bytes = stop - start
             if path.store.is_verifying:
                 start, stop = first, end  # digests are for whole units
-            one = self._of.get((path, unit))
+            one = self._of.get(((path, unit), run))
             # A unit that two blocks share belongs to one range, which is released after both.
             if one is None:
-                # A range grows as long as the next needed unit follows: a unit that no block needs ends it.
-                one = self._of.get((path, unit - 1))
+                # A range grows as long as the next needed unit follows, without a long gap.
+                one = self._of.get(((path, unit - 1), run))
                 if one is None or one is not self._ranges[-1] or stop - one.start > most_bytes:
                     one = _Range(path, start, stop)
                     self._ranges.append(one)
-                self._of[path, unit] = one
+                self._of[(path, unit), run] = one
             one.start, one.stop = min(one.start, start), max(one.stop, stop)
             one.left_bytes += n_bytes
 

@@ -1,5 +1,6 @@
 """Ranges of a remote file, fetched ahead: each byte once, in few requests, within the memory they were given."""
 
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import pytest
 from shardload.errors import DamagedError
 from shardload.stores.location import Location
 from shardload.transfer.byte_source import MAX_RANGE_UNITS, RangeReads
+from shardload.transfer.geometry import SKIP_BYTES
 from shardload.transfer.planning import Block
 from shardload.transfer.scratch import BlockMemory
 
@@ -102,26 +104,32 @@ def test_every_byte_arrives_and_each_mib_is_fetched_once(store, seed, threads, g
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_where_nothing_is_verified_only_needed_bytes_are_fetched(seed, threads):
+@pytest.mark.parametrize("gaps", [False, True])
+def test_where_nothing_is_verified_only_needed_bytes_are_fetched(seed, threads, gaps):
     store = Store(is_verifying=False)
-    wanted = blocks(store, seed, gaps=False)
+    wanted = blocks(store, seed, gaps=gaps)
     reads = RangeReads(wanted, limit_bytes=40 * MIB, threads=threads)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda one: read(reads, one, 300_000), wanted))
     for one, data in zip(wanted, found, strict=True):
         assert np.array_equal(data, DATA[one.offset : one.offset + one.read_bytes])
-    assert sum(stop - start for start, stop in store.asked) == sum(one.read_bytes for one in wanted)
-    assert reads.read_bytes(wanted) == sum(one.read_bytes for one in wanted)
+    between = [second.offset - first.offset - first.read_bytes for first, second in itertools.pairwise(wanted)]
+    needed = sum(one.read_bytes for one in wanted)
+    fetched = sum(stop - start for start, stop in store.asked)
+    assert needed <= fetched <= needed + sum(gap for gap in between if gap < SKIP_BYTES)
+    assert reads.read_bytes(wanted) == fetched
     assert reads.held_bytes == 0 and max(stop - start for start, stop in store.asked) >= 2 * MIB
 
 
-def test_blocks_in_one_mib_share_a_range_from_the_first_to_the_last():
+def test_blocks_share_a_range_but_for_long_gaps():
     store = Store(is_verifying=False)
-    wanted = [block(store, 100, 200), block(store, 500_000, 500_001), block(store, 30 * MIB + 5, 30 * MIB + 7)]
+    places = [(100, 200), (100_000, 100_001), (500_000, 500_001), (30 * MIB + 5, 30 * MIB + 7)]
+    wanted = [block(store, *place) for place in places]
     reads = RangeReads(wanted, limit_bytes=64 * MIB, threads=1)
     for one in wanted:
         assert np.array_equal(read(reads, one, MIB), DATA[one.offset : one.offset + one.read_bytes])
-    assert store.asked == [(100, 500_001), (30 * MIB + 5, 30 * MIB + 7)]
+    assert store.asked == [(100, 100_001), *places[2:]]
+    assert reads.held_bytes == 0
 
 
 def test_neighbours_come_in_one_request_and_several_at_a_time(store):
