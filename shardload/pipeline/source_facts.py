@@ -2,7 +2,8 @@
 
 Paths are not compared: the checkpoint may have another path on another host. Contents are compared by the digests that
 steps saved by shardload have. In other files a few bytes are compared, at the start of tensors and at evenly spaced
-places: enough to tell one checkpoint from another, not to detect a flipped bit.
+places: enough to tell one checkpoint from another, not to detect a flipped bit. Where an object store tells the version
+of each object (its ETag), the versions are compared: later reads are limited to them, so all processes read the same.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 from shardload.manifest import Extent, Manifest
 from shardload.processes.agreement import Facts, Topic, facts_digest
 from shardload.stores.location import Location
+from shardload.stores.store import fill_exactly
 from shardload.transfer.byte_source import Verifier
 from shardload.transfer.owners import OwnerChoice
 from shardload.units import exact_bytes
@@ -24,6 +27,8 @@ from shardload.units import exact_bytes
 SPOTS = 256
 """Number of places at which processes compare files without digests: reading them takes milliseconds at any size."""
 _SPOT_BYTES = 256
+_AT_ONCE = 8
+"""Number of places that are read at once."""
 
 
 def source_topics(manifest: Manifest, check: Verifier | None) -> list[Topic]:
@@ -67,17 +72,23 @@ def source_facts(manifest: Manifest) -> Facts:
 
 
 def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
-    """Return facts about a checkpoint's bytes that processes compare: digests of files, or bytes at a few places."""
+    """Return facts about a checkpoint's bytes that processes compare: digests, versions, or bytes at a few places."""
     if check is not None:
         units_by_file = sorted(check.units_by_file().items())
         return {f"The digests of {name}": facts_digest({"": "".join(units)}) for name, units in units_by_file}
-    found = {}
-    for name, path, offset in _spots(manifest):
-        with closing(path.open()) as file:
-            buffer = bytearray(min(_SPOT_BYTES, max(0, file.n_bytes - offset)))
-            file.read_into(memoryview(buffer), offset)
-        found[name] = f"{buffer[:8].hex()}… ({hashlib.blake2b(buffer, digest_size=4).hexdigest()})"
-    return found
+    tags = {path: path.store.tag(path.key) for path in manifest.files}
+    found = {f"The version of file {i}": tag for i, tag in enumerate(tags.values()) if tag is not None}
+    spots = [spot for spot in _spots(manifest) if tags.get(spot[1]) is None]
+    with ThreadPoolExecutor(_AT_ONCE, "shardload-spots") as pool:  # each is a request, where files are remote
+        return found | dict(pool.map(_fact_of_spot, spots))
+
+
+def _fact_of_spot(spot: tuple[str, Location, int]) -> tuple[str, str]:
+    name, path, offset = spot
+    with closing(path.open()) as file:
+        buffer = bytearray(min(_SPOT_BYTES, max(0, file.n_bytes - offset)))
+        fill_exactly(file, memoryview(buffer), offset)
+    return name, f"{buffer[:8].hex()}… ({hashlib.blake2b(buffer, digest_size=4).hexdigest()})"
 
 
 def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:

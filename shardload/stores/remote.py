@@ -143,6 +143,14 @@ class RemoteStore(Store):
         found = self.requests.version(key)
         return FileIdentity(0) if found is None else FileIdentity(found.size, (0, found.number))
 
+    def tag(self, key: str) -> str | None:
+        """Return an object's ETag in s3 and gs, its SHA-256 on a hub that tells it; see `Store.tag`."""
+        if self.requests.known is not None:
+            return self.requests.known.sha256.get(key)
+        found = self.requests.version(key)
+        # Not over HTTP: each server of an address may make ETags of its own.
+        return found.tag or None if found is not None and self.can_list else None
+
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Request the first bytes of files in advance, several at a time; see `Store.read_ahead`."""
         self._pages.read_ahead(keys)
@@ -334,11 +342,7 @@ class RemoteObject:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` from ``offset`` on; a short read fetches whole pages, which are kept for later reads."""
-        rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
-        if offset + len(rest) > self.n_bytes:
-            raise TransferError(
-                f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected {offset + len(rest)} or more"
-            )
+        rest = self._fitting(buffer, offset)
         if len(rest) > _PAGE_BYTES:
             rest[:] = self.begin(offset, offset + len(rest)).result()
             return
@@ -351,6 +355,20 @@ class RemoteObject:
             rest, offset = rest[len(part) :], offset + len(part)
 
     read_unchecked = read_into
+
+    def read_exactly(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from ``offset`` on without a page; see `shardload.stores.store.fill_exactly`."""
+        rest = self._fitting(buffer, offset)
+        rest[:] = self.begin(offset, offset + len(rest)).result()
+
+    def _fitting(self, buffer: memoryview, offset: int) -> memoryview:
+        """Return the buffer's bytes; raise if the object ends before them."""
+        rest = buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
+        if offset + len(rest) > self.n_bytes:
+            raise TransferError(
+                f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected {offset + len(rest)} or more"
+            )
+        return rest
 
     def close(self) -> None:
         """Do nothing: pages belong to the store."""

@@ -119,6 +119,13 @@ class Store(ABC):
         finally:
             file.close()
 
+    def tag(self, key: str) -> str | None:
+        """Return text that is equal for equal bytes of a file that was opened, however many computers ask for it.
+
+        ``None`` if the store has no such text (an ETag or digest); then only the bytes themselves can be compared.
+        """
+        return None
+
     def local_path(self, key: str) -> Path:
         """Return a local path, perhaps of a copy, for libraries that open files; else raise `UnsupportedError`."""
         raise UnsupportedError(
@@ -175,6 +182,12 @@ def read_bytes(file: File, count: int, *, offset: int, path: str, what: str) -> 
             f"Cannot read {what} of {path}: reading {exact_bytes(count)} at offset {offset} failed: {error}"
         ) from error
     return bytes(buffer)
+
+
+def fill_exactly(file: File, buffer: memoryview, offset: int) -> None:
+    """Fill ``buffer`` like `File.read_into`; of a remote file, request no more: neighbouring bytes are not needed."""
+    read = getattr(file, "read_exactly", file.read_into)
+    read(buffer, offset)
 
 
 class FileStream(io.RawIOBase):

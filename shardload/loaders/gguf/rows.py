@@ -43,6 +43,7 @@ from shardload.families.parts.gguf import GgufArchitecture, Undo
 from shardload.loaders.gguf.header import GgufHeader, TensorInfo
 from shardload.manifest import Decoded, EncodedRows, Extent, Storage, Tensor, UnreadableRows
 from shardload.stores.location import Location
+from shardload.stores.store import fill_exactly
 from shardload.units import plural
 
 PLAIN: dict[str, np.dtype[Any]] = {
@@ -144,7 +145,7 @@ class GgufRows(EncodedRows):
         raw = np.empty((-(-(last - first) // unit), unit_bytes), np.uint8)
         try:
             with closing(self.info.path.open()) as file:
-                file.read_into(raw.reshape(-1).data, self.info.offset + first // unit * unit_bytes)
+                fill_exactly(file, raw.reshape(-1).data, self.info.offset + first // unit * unit_bytes)
         except (SourceError, SourceNotFoundError) as error:
             raise TransferError(f"Tensor {self.info.name!r} can no longer be read: {error}") from error
         return raw
