@@ -7,7 +7,10 @@ The processes run on this machine and alternate both ways in one run; a round en
 Bytes are those of `/proc/self/io`, which counts what a process reads from files, cached or not. All processes share
 this machine's cores and page cache: seconds say little about many hosts with one store; bytes do.
 
-    python -m benchmarks.replicas [SOURCE ...] [--shapes 2x4:1x8 …] [--rounds 3] [--json]
+With ``--from s3``, sources are paths of files or folders that a server on loopback serves as an object store. Bytes are
+those that it has sent to all processes together: headers and comparisons included.
+
+    python -m benchmarks.replicas [SOURCE ...] [--shapes 2x4:1x8 …] [--from s3] [--rounds 3] [--json]
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from benchmarks.store_server import StoreServer
 
 SHAPES = ("2x4:1x8", "2x4:2x4", "4x2:1x8", "4x2:2x4", "8x1:1x8", "8x1:2x4", "8x1:8x1")
 """Processes x devices of each, and the mesh."""
 WAYS = ("read", "broadcast")
+_COUNTER = "BENCHMARK_STORE"
+"""The environment variable with the address of the server of ``--from s3``."""
 
 
 def child(source: str, mesh: str, rounds: int, *numbers: int) -> None:
@@ -43,19 +51,37 @@ def child(source: str, mesh: str, rounds: int, *numbers: int) -> None:
     runs: list[dict[str, Any]] = []
     for number in range(rounds + 1):
         for way in WAYS if number % 2 else reversed(WAYS):
+            _wait_for_all(f"{number} {way} begins")
+            sent = _sent()
+            _wait_for_all(f"{number} {way} counted")
             chars, cpu, began = _read_chars(), time.process_time(), time.perf_counter()
             model = shardload.load(source, mesh=mesh, replicas=way)  # type: ignore[arg-type]
             wall = time.perf_counter() - began
             report = shardload.report(model)
             assert report.cluster is not None
+            _wait_for_all(f"{number} {way} ends")
             runs.append({
                 "way": way, "first": not number, "wall_s": wall, "transfer_s": report.seconds.transfer,
-                "cpu_s": time.process_time() - cpu, "chars": _read_chars() - chars, "ratio": report.cluster.ratio,
+                "cpu_s": time.process_time() - cpu, "chars": _read_chars() - chars, "sent": _sent() - sent,
+                "ratio": report.cluster.ratio,
                 "needed": report.cluster.needed, "received": report.cluster.received[index],
                 "exchanged": report.cluster.exchanged, "variables": report.variables,
             })  # fmt: skip
             del model
     sys.stdout.write(json.dumps(runs) + "\n")
+
+
+def _wait_for_all(what: str) -> None:
+    """Wait until all processes are here: bytes that the server sends are counted for all together."""
+    from jax._src.distributed import global_state
+
+    global_state.client.wait_at_barrier(what, 600_000)
+
+
+def _sent() -> int:
+    """Bytes that the server of ``--from s3`` has sent; 0 without one."""
+    server = os.environ.get(_COUNTER)
+    return StoreServer.sent_by(server) if server else 0
 
 
 def _read_chars() -> int:
@@ -64,7 +90,7 @@ def _read_chars() -> int:
     return int(found[1])
 
 
-def run(source: str, shape: str, rounds: int) -> dict[str, Any]:
+def run(source: str, shape: str, rounds: int, env: dict[str, str]) -> dict[str, Any]:
     """Start the processes of one shape; return the medians of each way."""
     counts, mesh = shape.split(":")
     processes, devices = map(int, counts.split("x"))
@@ -73,7 +99,7 @@ def run(source: str, shape: str, rounds: int) -> dict[str, Any]:
         port = free.getsockname()[1]
     given = [source, mesh, str(rounds)]
     command = [sys.executable, "-m", "benchmarks.replicas", "--child", *given]
-    env = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"} | env
     started = [
         subprocess.Popen(
             [*command, str(index), str(processes), str(devices), str(port)], stdout=subprocess.PIPE, text=True, env=env
@@ -96,6 +122,7 @@ def _medians(told: list[list[dict[str, Any]]]) -> dict[str, Any]:
         found[way] = {
             "read_ratio": later[0][0]["ratio"],
             "chars_ratio": statistics.median(sum(one["chars"] for one in each) / one_needed(each) for each in later),
+            "sent_ratio": statistics.median(each[0]["sent"] / one_needed(each) for each in later),
             "received_bytes": later[0][0]["received"],
             "exchanged": later[0][0]["exchanged"],
             "wall_s": statistics.median(max(one["wall_s"] for one in each) for each in later),
@@ -125,19 +152,29 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--from", dest="store", choices=["disk", "s3"], default="disk")
     given = parser.parse_args()
     for source in given.sources:
-        for shape in given.shapes:
-            found = run(source, shape, given.rounds)
-            if given.json:
-                print(json.dumps(found), flush=True)
-                continue
-            ways = ", ".join(
-                f"{way}: {found[way]['read_ratio']:.2f} times the {found['needed_bytes'] / 1e6:.0f} MB "
-                f"({found[way]['transfer_s']:.2f} s, first {found[way]['first_transfer_s']:.2f} s)"
-                for way in WAYS
-            )
-            print(f"{found['source']} {shape}: {ways}; {found['saved']:.2f} times less", flush=True)
+        path = Path(source).resolve()
+        with StoreServer(path.parent) if given.store == "s3" else nullcontext() as server:
+            env = {} if server is None else {**server.environment, _COUNTER: server.root}
+            for shape in given.shapes:
+                found = run(source if server is None else f"s3://bucket/{path.name}", shape, given.rounds, env)
+                show(found | {"store": given.store}, shape, given.json)
+
+
+def show(found: dict[str, Any], shape: str, as_json: bool) -> None:
+    """Print what was measured with one source and shape."""
+    if as_json:
+        print(json.dumps(found), flush=True)
+        return
+    counted = "read_ratio" if found["store"] == "disk" else "sent_ratio"
+    ways = ", ".join(
+        f"{way}: {found[way][counted]:.3f} times the {found['needed_bytes'] / 1e6:.0f} MB "
+        f"({found[way]['transfer_s']:.2f} s, first {found[way]['first_transfer_s']:.2f} s)"
+        for way in WAYS
+    )
+    print(f"{found['source']} {shape}: {ways}; {found['saved']:.2f} times less", flush=True)
 
 
 if __name__ == "__main__":

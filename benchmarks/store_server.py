@@ -1,7 +1,8 @@
 """A fast HTTP server of a folder for `benchmarks.stores`: ranges by ``sendfile``; latency and a rate limit if wanted.
 
 It prints its port, and serves until its standard input ends. It speaks as much of HTTP/1.1 as clients of stores need:
-GET and HEAD with one range, ETag, Last-Modified, connections that stay open.
+GET and HEAD with one range, ETag, Last-Modified, connections that stay open; and lists folders as S3 does. A GET of
+``/sent`` returns how many bytes of files it has sent to all clients together.
 """
 
 from __future__ import annotations
@@ -9,14 +10,32 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 _RANGE = re.compile(rb"^range: *bytes=(\d+)-(\d*)", re.IGNORECASE | re.MULTILINE)
 _LONG_AGO = "Wed, 01 Jan 2025 00:00:00 GMT"
 _CHUNK_BYTES = 256 << 10
+
+
+class Sent:
+    """Bytes of files that were sent, on all connections together."""
+
+    def __init__(self) -> None:
+        self.n_bytes, self._lock = 0, threading.Lock()
+
+    def add(self, n_bytes: int) -> None:
+        """Count bytes."""
+        with self._lock:
+            self.n_bytes += n_bytes
+
+
+_SENT = Sent()
 
 
 class Limit:
@@ -55,8 +74,16 @@ def _serve(connection: socket.socket, folder: Path, latency_s: float, limit: Lim
 
 def _answer(connection: socket.socket, head: bytes, folder: Path, latency_s: float, limit: Limit) -> None:
     method, target, _ = head.split(b"\r\n", 1)[0].split(b" ")
-    path = folder / target.partition(b"?")[0].decode().lstrip("/").removeprefix("bucket/")
+    url = urllib.parse.urlsplit(target.decode())
     time.sleep(latency_s)
+    if url.path == "/sent":
+        _send(connection, str(_SENT.n_bytes))
+        return
+    query = dict(urllib.parse.parse_qsl(url.query))
+    if "list-type" in query:
+        _send(connection, _listing(folder, query.get("prefix", "")))
+        return
+    path = folder / urllib.parse.unquote(url.path).lstrip("/").removeprefix("bucket/")
     if not path.is_file():
         connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
         return
@@ -76,7 +103,59 @@ def _answer(connection: socket.socket, head: bytes, folder: Path, latency_s: flo
         while first <= last:
             count = min(_CHUNK_BYTES, last + 1 - first) if limit.is_on else last + 1 - first
             limit.wait(count)
-            first += os.sendfile(connection.fileno(), file.fileno(), first, count)
+            sent = os.sendfile(connection.fileno(), file.fileno(), first, count)
+            _SENT.add(sent)
+            first += sent
+
+
+def _send(connection: socket.socket, text: str) -> None:
+    connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode())
+
+
+def _listing(folder: Path, prefix: str) -> str:
+    """Return S3's list of what is directly in a folder."""
+    entries = ""
+    for path in sorted((folder / prefix).iterdir()) if (folder / prefix).is_dir() else ():
+        key = urllib.parse.quote(path.relative_to(folder).as_posix())
+        if path.is_dir():
+            entries += f"<CommonPrefixes><Prefix>{key}/</Prefix></CommonPrefixes>"
+        else:
+            size = path.stat().st_size
+            entries += (
+                f"<Contents><Key>{key}</Key><Size>{size}</Size><ETag>&quot;{size:x}&quot;</ETag>"
+                "<LastModified>2025-01-01T00:00:00.000Z</LastModified></Contents>"
+            )
+    return f"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
+
+
+class StoreServer:
+    """The server in a process of its own, which is the bucket ``s3://bucket`` for processes with its `environment`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.store_server", str(folder), "0", "0"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self.root = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+
+    def __enter__(self) -> StoreServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate("")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that lead clients of S3 to this server."""
+        keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "any")
+        return {"AWS_ENDPOINT_URL": self.root, "AWS_REGION": "us-east-1", **keys}
+
+    @staticmethod
+    def sent_by(root: str) -> int:
+        """Bytes of files that the server at this address has sent."""
+        with urllib.request.urlopen(f"{root}/sent") as answer:
+            return int(answer.read())
 
 
 def main() -> None:

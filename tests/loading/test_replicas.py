@@ -5,8 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from object_server import served
 from process_runs import Run, told, told_by
-from replicas_child import saved
+from replicas_child import saved, tensors
+from safetensors.numpy import save_file
 from together_child import save
 
 pytestmark = pytest.mark.slow
@@ -54,6 +56,22 @@ def test_arrays_are_read_once(tmp_path, replicas):
     assert [one["wrong"] for one in told] == [[], []]
     read = sum(one["chars"] for one in told) / told[0]["whole"]
     assert read < 1.3 if replicas == "broadcast" else read > 1.6
+
+
+@pytest.fixture(scope="module")
+def bucket(source):
+    """A server of the model and of arrays; processes that start meanwhile find it as ``s3://bucket``."""
+    save_file(tensors(8), source.parent / "arrays.safetensors")
+    with pytest.MonkeyPatch.context() as patch, served(source.parent, patch) as server:
+        yield server
+
+
+def test_each_byte_leaves_an_object_store_once(source, bucket):
+    told = told_by(4, 2, "2x4", "stored", source.parent, bucket.s3, module="replicas_child")
+    assert [one["wrong"] for one in told] == [[]] * 4 and told[0]["exchanged"]
+    # Each process reads the headers, in pages: the first of a safetensors file; of HDF5, places all over the file.
+    for name, headers in (("arrays.safetensors", 4 * (256 << 10)), (source.name, 4 << 20)):
+        assert bucket.sent_of(name) <= 1.05 * (source.parent / name).stat().st_size + headers
 
 
 def test_steps_and_weights_are_exchanged(tmp_path):

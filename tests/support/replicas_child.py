@@ -168,6 +168,23 @@ def arrays(mesh, folder, replicas):
     tell(wrong=wrong, chars=read, whole=sum(value.nbytes for value in values.values()))
 
 
+def stored(mesh, folder, address):
+    """Load arrays and a model from an object store, each byte once, and compare all shards with local copies."""
+    on = resolve_devices(mesh)
+    values = tensors(8)
+    specs = {name: PartitionSpec(*(axes or None for axes in SPECS[name.partition(".")[2]])) for name in values}
+    placed = jax_mesh(on.mesh, on.devices)
+    found = shardload.load_arrays(f"{address}/arrays.safetensors", specs, mesh=placed, replicas="broadcast")
+    wrong = [name for name, value in values.items() for shard in found[name].addressable_shards
+             if np.asarray(shard.data).tobytes() != np.ascontiguousarray(value[shard.index]).tobytes()]  # fmt: skip
+    model = shardload.load(f"{address}/model.keras", mesh=mesh, layout=LAYOUT, replicas="broadcast")
+    alone = shardload.load(f"{folder}/model.keras", devices=jax.local_devices()[:1])
+    pairs = [(one, np.asarray(other.value)) for one, other in zip(model.weights, alone.weights, strict=True)]
+    wrong += [one.path for one, value in pairs for shard in one.value.addressable_shards
+              if np.asarray(shard.data).tobytes() != value[shard.index].tobytes()]  # fmt: skip
+    tell(wrong=wrong, exchanged=shardload.report(model).cluster.exchanged)
+
+
 def die(mesh, source, kind):
     """Load together; process 1 is killed, stopped or raises when it comes to its first exchange."""
     if jax.process_index() == 1:
@@ -186,7 +203,8 @@ def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
-    {"transfer": transfer, "load": load, "arrays": arrays, "restore": restore, "die": die}[do](mesh, folder, replicas)
+    calls = {"transfer": transfer, "load": load, "arrays": arrays, "restore": restore, "stored": stored, "die": die}
+    calls[do](mesh, folder, replicas)
 
 
 if __name__ == "__main__":
