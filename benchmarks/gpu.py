@@ -4,6 +4,7 @@
     memory    the GPU's memory limited to the weights + 10 % (+ 50, + 100 %): which loader still fits, and its peak
     rate      from the page cache to the GPU, against copies of as many bytes from pinned and from ordinary memory
     token     seconds from the call to the first token, in a process of its own, against KerasHub
+    ready     seconds to the first result of `predict`, with and without ``warm_up``, and with JAX's compilation cache
     saving    how long a save in the background blocks, against `jax.device_get` of the same arrays; what it restores
 
     python -m benchmarks.gpu [--model gemma2_2b] [--scale 1] [--only rate] [--pairs 5] [--out numbers.json]
@@ -173,6 +174,30 @@ def token(folder: Path, side: str) -> dict[str, Any]:
     }
 
 
+def ready(folder: Path, side: str) -> dict[str, Any]:
+    """Time the load and the first `predict`, whose step may be compiled meanwhile."""
+    import jax
+    import numpy as np
+
+    import shardload
+
+    x = {"token_ids": np.ones((2, 64), np.int32), "padding_mask": np.ones((2, 64), np.bool_)}
+    options: dict[str, Any] = {"warm_up": {"predict": x}} if side == "warm_up" else {}
+    loader("ours")
+    jax.device_put(0, jax.devices()[0]).block_until_ready()
+    began, cpu = time.perf_counter(), time.process_time()
+    model = shardload.load(str(folder / "model"), dtype="bfloat16", mesh="1x1", **options)
+    loaded = time.perf_counter()
+    model.preprocessor = None
+    total = float(np.asarray(model.predict(x, verbose=0), np.float32).sum())
+    return {
+        "load_s": loaded - began,
+        "ready_s": time.perf_counter() - began,
+        "cpu_s": time.process_time() - cpu,
+        "result": total,
+    }
+
+
 def rate(folder: Path, pairs: int) -> dict[str, Any]:
     """Measure the GB/s of a load and of plain copies, in turn."""
     import jax
@@ -272,9 +297,9 @@ def device(folder: Path) -> dict[str, Any]:
     return {"platform": found.platform, "kind": found.device_kind, "limit_bytes": limit, "jax": jax.__version__}
 
 
-def child(part: str, folder: Path, *arguments: str, fraction: float | None = None) -> dict[str, Any]:
-    """Run a part in a process of its own, with at most this fraction of the GPU's memory."""
-    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+def child(part: str, folder: Path, *arguments: str, fraction: float | None = None, **more: str) -> dict[str, Any]:
+    """Run a part in a process of its own, with at most this fraction of the GPU's memory; ``more``: its environment."""
+    environment = {**os.environ, "KERAS_BACKEND": "jax", **more}
     if fraction is not None:
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.5f}"
     code = [sys.executable, "-m", "benchmarks.gpu", "--child", part, "--folder", str(folder), *arguments]
@@ -295,7 +320,7 @@ def measure(
     n_bytes = (folder / "model" / "model.weights.h5").stat().st_size
     keep("weight_bytes", n_bytes)
     pairs = ("--pairs", str(options.pairs))
-    wanted = [part for part in ("exact", "memory", "rate", "token", "saving") if options.only in part]
+    wanted = [part for part in ("exact", "memory", "rate", "token", "ready", "saving") if options.only in part]
     for part in wanted:
         if part == "memory":
             total = machine["limit_bytes"] / 0.75  # what JAX takes by default
@@ -312,8 +337,26 @@ def measure(
                 for side in ("ours", "peer") if index % 2 else ("peer", "ours"):
                     runs[side].append(child("token", folder, "--side", side))
             keep("token", runs)
+        elif part == "ready":
+            keep("ready", interleaved_ready(folder, options.pairs))
         else:
             keep(part, child(part, folder, *pairs))
+
+
+def interleaved_ready(folder: Path, pairs: int) -> dict[str, list[dict[str, Any]]]:
+    """Run `ready` in all ways in turn. The first round only fills the compilation cache, and is not kept."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    ways = {
+        f"{side}{', compiled before' if c else ''}": (side, c) for c in ({}, cache) for side in ("plain", "warm_up")
+    }
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for index in range(pairs + 1):
+        for way in list(ways) if index % 2 else list(reversed(ways)):
+            side, more = ways[way]
+            if index or more:
+                found = child("ready", folder, "--side", side, **more)
+                runs[way] += [found] if index else []
+    return runs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -335,6 +378,7 @@ def main(argv: list[str] | None = None) -> int:
             "exact": lambda: exact(options.folder),
             "memory": lambda: fits(options.folder, options.side),
             "token": lambda: token(options.folder, options.side),
+            "ready": lambda: ready(options.folder, options.side),
             "rate": lambda: rate(options.folder, options.pairs),
             "saving": lambda: saving(options.folder, options.pairs),
         }

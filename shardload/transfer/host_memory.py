@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,22 +48,30 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
     return raw[start : start + n_bytes]
 
 
-def stacked_arrays(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+Allocate = Callable[[int], NDArray[np.uint8]]
+"""A function that returns memory of a number of bytes, as `memory` does."""
+
+
+def stacked_arrays(
+    count: int, shape: tuple[int, ...], dtype: np.dtype[Any], allocate: Allocate | None = None
+) -> NDArray[Any]:
     """Allocate ``count`` shards of one shape as one array of shape (count, *shape): uninitialised, each one aligned."""
     # Built from strides, as no reshape skips the padding between two shards.
     strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
     step = _step(math.prod(shape) * dtype.itemsize)
-    return np.ndarray((count, *shape), dtype, memory(count * step).data, 0, (step, *strides))
+    return np.ndarray((count, *shape), dtype, (allocate or memory)(count * step).data, 0, (step, *strides))
 
 
-def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+def arena(
+    shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], allocate: Allocate | None = None
+) -> list[NDArray[Any]]:
     """Allocate all shards of a variable in one piece of memory; return an uninitialised, aligned array per shape."""
     if len(shapes) == 1:
         (shape,) = shapes
-        return [np.ndarray(shape, dtype, memory(math.prod(shape) * dtype.itemsize).data)]
+        return [np.ndarray(shape, dtype, (allocate or memory)(math.prod(shape) * dtype.itemsize).data)]
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     steps = [_step(size) for size in sizes]
-    area = memory(sum(steps))
+    area = (allocate or memory)(sum(steps))
     starts = [sum(steps[:i]) for i in range(len(steps))]
     return [
         area[start : start + size].view(dtype).reshape(shape)
@@ -107,3 +115,23 @@ class Budget:
         # Not clamped to 0: whoever gives back too much lets later requests exceed the limit.
         if self.taken_bytes < 0:
             raise AssertionError("more bytes were given back than taken")
+
+
+class UsedMemory:
+    """Buffers whose upload has finished, kept for the next variables: the kernel need not clear their pages again."""
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []  # the oldest first
+
+    def put(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep a buffer that no device reads any more."""
+        self._free.append(buffer)
+
+    def take(self, n_bytes: int) -> NDArray[np.uint8] | None:
+        """Return the smallest buffer of at least ``n_bytes``, unless a quarter of it or more would stay unused."""
+        fitting = [k for k, buffer in enumerate(self._free) if 0 <= buffer.nbytes - n_bytes <= n_bytes // 4]
+        return self._free.pop(min(fitting, key=lambda k: self._free[k].nbytes)) if fitting else None
+
+    def drop(self) -> int:
+        """Free the buffer that has been unused for longest; return its bytes, 0 if there is none."""
+        return self._free.pop(0).nbytes if self._free else 0

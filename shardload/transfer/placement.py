@@ -25,7 +25,7 @@ from shardload.manifest import View
 from shardload.sharding.layout import Bounds, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.geometry import largest_stride
-from shardload.transfer.host_memory import arena, stacked_arrays
+from shardload.transfer.host_memory import Allocate, arena, stacked_arrays
 from shardload.transfer.load_plan import Binding, Block, BlockPiece
 from shardload.transfer.scratch import CopyPart
 from shardload.units import exact_bytes, plural
@@ -251,8 +251,8 @@ class Chunk:
     variable: VariableTransfer
     box: Bounds
     blocks_left: int = 0
-    n_bytes: int = 0
-    """Bytes that the chunk's buffers take from the host-memory budget."""
+    used: NDArray[np.uint8] | None = None
+    """The memory of all buffers of a chunk to upload; other chunks may use it after that."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
     """The host buffers of the chunk, one for each shard that overlaps it. A key is the box of the variable that the
     shard stores. The value is the part of this box that is in the chunk, and the buffer for its elements."""
@@ -267,17 +267,17 @@ class Chunk:
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
 
-    def take_memory(self) -> None:
-        """Allocate a host buffer for the part of each shard that lies in this chunk."""
+    def take_memory(self, allocate: Allocate | None = None) -> None:
+        """Take a host buffer, of ``allocate`` instead of `memory`, for the part of each shard that lies in this chunk."""
         common, dtype = self.common, self.variable.staged
         boxes = tuple(common.values())
         dim = stacked_dim(boxes)
         try:
             if dim is None:
-                held = list(zip(boxes, arena([box.shape for box in boxes], dtype), strict=True))
+                held = list(zip(boxes, arena([box.shape for box in boxes], dtype, allocate), strict=True))
             else:
                 # Regular shards, which nearly all are, get one array with a dim for the shard.
-                whole = stacked_arrays(len(boxes), boxes[0].shape, dtype)
+                whole = stacked_arrays(len(boxes), boxes[0].shape, dtype, allocate)
                 held = list(zip(boxes, whole, strict=True))
                 self.stack = StackedShards(dim, boxes[0], whole, held)
         except (OSError, MemoryError) as error:

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from shardload.transfer.host_memory import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory, stacked_arrays
+from shardload.transfer.host_memory import (
+    ALIGNMENT_BYTES,
+    HUGE_PAGE_BYTES,
+    MAPPED_BYTES,
+    UsedMemory,
+    arena,
+    memory,
+    stacked_arrays,
+)
 
 
 @pytest.mark.parametrize("n_bytes", [1, 1000, MAPPED_BYTES, HUGE_PAGE_BYTES - 1])
@@ -37,3 +45,16 @@ def test_a_stack_holds_arrays_of_one_shape_apart_and_aligned(shape, dtype):
         assert one.shape == shape and one.flags.c_contiguous and one.ctypes.data % ALIGNMENT_BYTES == 0
         one[...] = k
     assert [set(one.ravel().tolist()) for one in whole] == [{0}, {1}, {2}, {3}]
+
+
+def test_used_memory_is_given_out_once_where_it_fits_and_the_oldest_is_dropped_first():
+    used = UsedMemory()
+    buffers = {n: memory(n) for n in (1000, 1200, 2000)}
+    for buffer in buffers.values():
+        used.put(buffer)
+    assert used.take(1300) is None  # 2000 bytes would be half unused, and 1200 are too few
+    assert used.take(990) is buffers[1000]
+    assert used.take(990) is buffers[1200]
+    assert used.take(990) is None
+    used.put(buffers[1000])
+    assert [used.drop(), used.drop(), used.drop()] == [2000, 1000, 0]

@@ -22,6 +22,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.transfer.execution import execute, named_sharding, place
+from shardload.transfer.host_memory import memory
 from shardload.transfer.planning import Binding, least_budget, plan_transfers
 
 MESH = MeshSpec.parse("1x8")
@@ -436,6 +437,19 @@ def test_no_memory_for_shards_is_told(manifest, monkeypatch):
     said = r"Cannot allocate 4194304 bytes for the shards of variable 'a' .*Use a mesh over more hosts"
     with pytest.raises(TransferError, match=said):
         load(planned(manifest, whole(manifest, "a", dim=1)), manifest)
+
+
+def test_uploads_use_the_memory_of_those_before_them(tmp_path, monkeypatch):
+    """Whatever the devices still read is left alone: a device that adopted a buffer would have other bits here."""
+    values = {f"v{k}": np.random.default_rng(k).integers(0, 256, (64, 1 << 10), np.uint8) for k in range(60)}
+    manifest = manifest_of(tmp_path / "f.bin", values)
+    counted = Mock(side_effect=memory)
+    monkeypatch.setattr("shardload.transfer.execution.memory", counted)
+    plan = planned(manifest, *(whole(manifest, name, dim=1) for name in values), budget=MIB)
+    found, stats = load(plan, manifest, placement="upload", threads=1)
+    for name, value in values.items():
+        assert np.asarray(found[name]).tobytes() == value.tobytes()
+    assert 0 < counted.call_count < 20 and stats.peak_staging_bytes <= MIB
 
 
 @pytest.mark.parametrize("shape", [(4, 1 << 20), (4, 4 << 20), (4, 12 << 20)])
