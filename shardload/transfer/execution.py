@@ -10,7 +10,7 @@ A variable is placed in one of two ways:
 
 * ``adopt`` (CPU devices): a shard buffer becomes the device's memory, and does not count against the budget.
 * ``upload`` (accelerators): a shard buffer is copied to the device, and counts against the budget until that is done;
-  then other variables use its memory, which saves the kernel from clearing fresh pages (three times the rate). A
+  then other variables use its memory (clearing fresh pages for each took a third of the time). A
   variable larger than its part of the budget is uploaded in pieces. Casts to a wider dtype run on the device, so that
   fewer bytes cross the bus; all other casts run on the host.
 
@@ -41,11 +41,12 @@ from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.byte_source import Verifier, byte_source, source_kind
 from shardload.transfer.casts import needs_64_bits
 from shardload.transfer.direct_io import ALIGNMENT, DIRECT_THREADS, PIECE_BYTES, DirectReads
-from shardload.transfer.host_memory import Budget, UsedMemory, arena_bytes, memory
+from shardload.transfer.host_memory import Budget, UploadBuffer, UploadMemory, arena_bytes
 from shardload.transfer.load_plan import BUDGET_PARTS, Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.placement import (
     Chunk,
     IncrementalArray,
+    UploadedPiece,
     VariableTransfer,
     assemble,
     check_devices,
@@ -171,6 +172,16 @@ def execute(
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Upload:
+    """Arrays on their way to the devices, and the host memory that JAX reads until they are ready."""
+
+    arrays: Sequence[Any]
+    buffer: UploadBuffer
+    then: Callable[[], None] | None
+    """What to do when they are ready."""
+
+
 class Transfer:
     """Carries out a `LoadPlan`, once. Jobs (reads, copies) run in `WorkerThreads`, all else in the calling thread."""
 
@@ -196,9 +207,7 @@ class Transfer:
         self.threads = max(1, min(threads, most // scratch)) if scratch else max(1, threads)
         self.source = DirectReads() if direct else byte_source(plan, check, threads=self.threads)
         self._must_take(self.threads * scratch + self.source.shared_bytes, "Scratch memory")
-        self.uploads: deque[tuple[list[Any], NDArray[np.uint8]]] = deque()
-        self.used = UsedMemory()
-        self.misaligned = _MISALIGNED if any(d.platform == "cpu" for d in devices) else 0
+        self.uploads: deque[_Upload] = deque()
         self.copier = BlockCopier(self.source)
         self.variables = [self._variable(t) for t in plan.bindings]
         # The chunk that each (block, piece) belongs to.
@@ -208,6 +217,9 @@ class Transfer:
             decoded = max((block.host_bytes for block in plan.blocks if block.is_decoded), default=0)
             free = self.budget.limit_bytes - self.budget.taken_bytes - decoded
             self.chunks = limited_chunks(plan.blocks, self.variables, free_bytes=free)
+            total = sum(arena_bytes([b.shape for b in v.shards], v.staged) for v in self.variables)
+            on_cpu = any(device.platform == "cpu" for device in devices)
+            self.upload_memory = UploadMemory(max(0, min(free, total)), misaligned=_MISALIGNED if on_cpu else 0)
         self.complete: list[Chunk] = []
         if placement == "adopt":
             # Mapping memory later would wait for the threads that touch it for the first time, and then block them.
@@ -325,25 +337,26 @@ class Transfer:
             self._take(chunk)
 
     def _take(self, chunk: Chunk) -> None:
-        if self.placement == "adopt":
+        n_bytes = 0
+        if self.placement == "upload":
+            n_bytes = arena_bytes([box.shape for box in chunk.common.values()], chunk.variable.staged)
+        if not n_bytes:
             chunk.take_memory()
             return
-        n_bytes = arena_bytes([box.shape for box in chunk.common.values()], chunk.variable.staged)
-        if (used := self.used.take(n_bytes) if n_bytes else None) is None:
-            self._must_take(n_bytes, f"A piece of variable {chunk.variable.binding.name!r}")
+        self._must_take(n_bytes, f"A piece of variable {chunk.variable.binding.name!r}")
 
         def allocate(wanted: int) -> NDArray[np.uint8]:
-            chunk.used = memory(n_bytes + self.misaligned)[self.misaligned :] if used is None else used
-            return chunk.used[:wanted]
+            while (buffer := self.upload_memory.take(n_bytes)) is None and self.uploads:
+                self._finish_upload()
+            chunk.upload = buffer or self.upload_memory.take_apart(n_bytes)
+            return chunk.upload.memory[:wanted]
 
-        chunk.take_memory(allocate if n_bytes else None)
+        chunk.take_memory(allocate)
 
     def _must_take(self, n_bytes: int, what: str) -> None:
         """Take ``n_bytes`` from the budget for ``what``; while there is no room, wait for jobs and uploads to end."""
         while not self.budget.try_take(n_bytes, what=what):
-            if dropped := self.used.drop():
-                self.budget.give_back(dropped)
-            elif self.uploads:
+            if self.uploads:
                 self._finish_upload()
             elif self.workers.in_flight:
                 self._complete()
@@ -375,7 +388,7 @@ class Transfer:
             if self.placement == "upload" or len(self.complete) >= _PLACED_TOGETHER:
                 self._place_complete()
             # Free without waiting: budget that is returned early keeps the workers busy.
-            while self.uploads and all(a.is_ready() for a in self.uploads[0][0]):
+            while self.uploads and all(a.is_ready() for a in self.uploads[0].arrays):
                 self._finish_upload()
 
     def _place_complete(self) -> None:
@@ -386,29 +399,37 @@ class Transfer:
     def _place(self, chunk: Chunk) -> None:
         variable, binding = chunk.variable, chunk.variable.binding
         sharding = self.shardings.get(binding.name, None) or self.sharding_of_layout(binding.layout)
+        then = None
         if chunk.box == Bounds.whole(binding.view.shape):
             self._open(chunk)  # no block has, if the variable has no elements
             array = assemble(binding.view.shape, sharding, {s: memory for s, (_, memory) in chunk.buffers.items()})
             uploaded = [array]
             array = array if variable.staged == binding.dtype else widen(array, dtype=binding.dtype)
+            self.on_ready(binding.name, array)
         else:
             variable.incremental = variable.incremental or IncrementalArray(binding.view.shape, binding.dtype, sharding)
-            uploaded, array = variable.incremental.put(chunk.buffers), None
+            pieces = variable.incremental.upload(chunk.buffers)
+            uploaded = [piece.array for piece in pieces]
+            then = functools.partial(self._write, variable, pieces)
         # Not given back yet: JAX reads the buffers until the transfer to the device has finished.
-        if chunk.used is not None:
-            self.uploads.append((uploaded, chunk.used))
-        chunk.buffers, chunk.stack, chunk.used = (
-            {},
-            None,
-            None,
-        )  # JAX keeps what it adopted; everything else is free now
+        if chunk.upload is not None:
+            self.uploads.append(_Upload(uploaded, chunk.upload, then))
+        # JAX keeps what it adopted; everything else is free now.
+        chunk.buffers, chunk.stack, chunk.upload = {}, None, None
+
+    def _write(self, variable: VariableTransfer, pieces: Sequence[UploadedPiece]) -> None:
+        assert variable.incremental is not None
+        variable.incremental.write(pieces)
         variable.chunks_left -= 1
-        if variable.chunks_left <= 0:
-            self.on_ready(binding.name, array if variable.incremental is None else variable.incremental.finish())
+        if not variable.chunks_left:
+            self.on_ready(variable.binding.name, variable.incremental.finish())
             variable.incremental = None
 
     def _finish_upload(self) -> None:
-        arrays, used = self.uploads.popleft()
-        for array in arrays:
+        upload = self.uploads.popleft()
+        for array in upload.arrays:
             array.block_until_ready()
-        self.used.put(used)  # still taken from the budget
+        self.upload_memory.give_back(upload.buffer)
+        self.budget.give_back(upload.buffer.n_bytes)
+        if upload.then is not None:
+            upload.then()

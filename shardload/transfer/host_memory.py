@@ -11,9 +11,11 @@ would waste up to 2 MiB of memory per variable.
 
 from __future__ import annotations
 
+import bisect
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,19 +35,25 @@ once."""
 def memory(n_bytes: int) -> NDArray[np.uint8]:
     """Allocate ``n_bytes`` of uninitialised memory on a 64-byte boundary; never reused, as a device may keep it."""
     if n_bytes >= MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
-        huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
-        area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area, start = _mapping(n_bytes)
         # The array keeps the mapping alive until its last view is gone, and JAX keeps the views that it adopted.
-        raw = np.frombuffer(area, np.uint8)
-        # The kernel aligns only mappings whose length is a multiple of 2 MiB, so the start is aligned here.
-        start = -raw.ctypes.data % HUGE_PAGE_BYTES if huge else 0
-        if huge:
-            area.madvise(mmap.MADV_HUGEPAGE, start, huge)
-        return raw[start : start + n_bytes]
+        return np.frombuffer(area, np.uint8, n_bytes, start)
     # malloc aligns to 16 bytes only.
     raw = np.empty(n_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT_BYTES
     return raw[start : start + n_bytes]
+
+
+def _mapping(n_bytes: int) -> tuple[mmap.mmap, int]:
+    """Map memory; return the mapping and where in it the ``n_bytes`` begin, on a huge page if there is one."""
+    huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=flags)
+    # The kernel aligns only mappings whose length is a multiple of 2 MiB, so the start is aligned here.
+    start = -np.frombuffer(area, np.uint8).ctypes.data % HUGE_PAGE_BYTES if huge else 0
+    if huge:
+        area.madvise(mmap.MADV_HUGEPAGE, start, huge)
+    return area, start
 
 
 Allocate = Callable[[int], NDArray[np.uint8]]
@@ -117,21 +125,68 @@ class Budget:
             raise AssertionError("more bytes were given back than taken")
 
 
-class UsedMemory:
-    """Buffers whose upload has finished, kept for the next variables: the kernel need not clear their pages again."""
+@dataclass(frozen=True, slots=True, eq=False)
+class UploadBuffer:
+    """Memory for shards that are filled, then copied to devices."""
 
-    def __init__(self) -> None:
-        self._free: list[NDArray[np.uint8]] = []  # the oldest first
+    memory: NDArray[np.uint8]
+    start: int | None
+    """Where it begins in the `UploadMemory`; None: in a mapping of its own."""
+    n_bytes: int
+    """Bytes that it takes there, with the padding."""
 
-    def put(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep a buffer that no device reads any more."""
-        self._free.append(buffer)
 
-    def take(self, n_bytes: int) -> NDArray[np.uint8] | None:
-        """Return the smallest buffer of at least ``n_bytes``, unless a quarter of it or more would stay unused."""
-        fitting = [k for k, buffer in enumerate(self._free) if 0 <= buffer.nbytes - n_bytes <= n_bytes // 4]
-        return self._free.pop(min(fitting, key=lambda k: self._free[k].nbytes)) if fitting else None
+class UploadMemory:
+    """One mapping for all buffers to upload: the kernel clears each of its pages once, not for every buffer.
 
-    def drop(self) -> int:
-        """Free the buffer that has been unused for longest; return its bytes, 0 if there is none."""
-        return self._free.pop(0).nbytes if self._free else 0
+    A buffer lies in the first gap that is long enough. If there is none, it can get a mapping of its own. Until that is
+    free again, the gaps of the shared mapping have no pages, so that both hold no more than what was taken.
+    """
+
+    def __init__(self, n_bytes: int, *, misaligned: int = 0) -> None:
+        """Map memory; its pages take room once they are written. Addresses are ``misaligned`` by so many bytes."""
+        self._misaligned = misaligned
+        self._area, self._offset = _mapping(max(n_bytes, 1) + misaligned)
+        self._gaps = [(0, n_bytes)] if n_bytes else []
+        self._apart = 0
+
+    def take(self, n_bytes: int) -> UploadBuffer | None:
+        """Return a buffer of ``n_bytes``, uninitialised; None if no gap is long enough."""
+        size = _step(n_bytes)
+        found = next((k for k, (start, stop) in enumerate(self._gaps) if stop - start >= size), None)
+        if found is None:
+            return None
+        start, stop = self._gaps[found]
+        self._gaps[found : found + 1] = [(start + size, stop)] if start + size < stop else []
+        at = self._offset + start + self._misaligned
+        return UploadBuffer(np.frombuffer(self._area, np.uint8, n_bytes, at), start, size)
+
+    def take_apart(self, n_bytes: int) -> UploadBuffer:
+        """Return a buffer of ``n_bytes`` in a mapping of its own."""
+        self._apart += 1
+        for gap in self._gaps:
+            self._drop_pages(*gap)
+        return UploadBuffer(memory(n_bytes + self._misaligned)[self._misaligned :], None, _step(n_bytes))
+
+    def give_back(self, buffer: UploadBuffer) -> None:
+        """Free a buffer that no device reads any more."""
+        if buffer.start is None:
+            self._apart -= 1
+            return
+        start, stop = buffer.start, buffer.start + buffer.n_bytes
+        if self._apart:
+            self._drop_pages(start, stop)
+        k = bisect.bisect(self._gaps, (start, stop))
+        if k < len(self._gaps) and self._gaps[k][0] == stop:
+            stop = self._gaps.pop(k)[1]
+        if k and self._gaps[k - 1][1] == start:
+            start = self._gaps.pop(k - 1)[0]
+            k -= 1
+        self._gaps.insert(k, (start, stop))
+
+    def _drop_pages(self, start: int, stop: int) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            page = mmap.PAGESIZE
+            first, last = -(-(self._offset + start + self._misaligned) // page), (self._offset + stop) // page
+            if first < last:
+                self._area.madvise(mmap.MADV_DONTNEED, first * page, (last - first) * page)

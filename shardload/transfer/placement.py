@@ -25,7 +25,7 @@ from shardload.manifest import View
 from shardload.sharding.layout import Bounds, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.geometry import largest_stride
-from shardload.transfer.host_memory import Allocate, arena, stacked_arrays
+from shardload.transfer.host_memory import Allocate, UploadBuffer, arena, stacked_arrays
 from shardload.transfer.load_plan import Binding, Block, BlockPiece
 from shardload.transfer.scratch import CopyPart
 from shardload.units import exact_bytes, plural
@@ -133,6 +133,16 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UploadedPiece:
+    """A piece of a shard that is on its device, or on its way there."""
+
+    device: Any
+    place: Bounds
+    """The box of the shard that it covers."""
+    array: Any
+
+
 class IncrementalArray:
     """A variable that does not fit into the host-memory budget: allocated on its devices, and filled piece by piece."""
 
@@ -146,22 +156,26 @@ class IncrementalArray:
             for bounds in [_bounds(index, shape)]
         }
 
-    def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:
-        """Upload one piece of each shard in ``pieces``, and write it into its place in the shard on the device.
+    def upload(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[UploadedPiece]:
+        """Begin to upload one piece of each shard in ``pieces``; once all are ready, pass them to `write`.
 
         A key of ``pieces`` is the box of the variable that the shard stores. The value is the box of the variable that
-        the piece covers, and the host buffer with its elements. Return the pieces as arrays on the devices; once they
-        are ready, the host buffers may be reused.
+        the piece covers, and the host buffer with its elements, which may be reused once the piece is ready.
         """
-        uploaded = []
-        for device, (bounds, shard) in self.shards.items():
-            if bounds in pieces:
-                box, content = pieces[bounds]
-                piece = jax.device_put(content, device)
-                start = tuple(np.int32(a) for a in box.relative_to(bounds.start).start)
-                self.shards[device] = (bounds, _update(shard, piece, start))
-                uploaded.append(piece)
-        return uploaded
+        return [
+            UploadedPiece(
+                device, pieces[bounds][0].relative_to(bounds.start), jax.device_put(pieces[bounds][1], device)
+            )
+            for device, (bounds, _) in self.shards.items()
+            if bounds in pieces
+        ]
+
+    def write(self, pieces: Sequence[UploadedPiece]) -> None:
+        """Write pieces into their places in the shards; if they were not ready yet, this would block until they are."""
+        for piece in pieces:
+            bounds, shard = self.shards[piece.device]
+            start = tuple(np.int32(a) for a in piece.place.start)
+            self.shards[piece.device] = (bounds, _update(shard, piece.array, start))
 
     def finish(self) -> Any:
         """Return the variable as one sharded array, once all pieces are uploaded."""
@@ -251,8 +265,8 @@ class Chunk:
     variable: VariableTransfer
     box: Bounds
     blocks_left: int = 0
-    used: NDArray[np.uint8] | None = None
-    """The memory of all buffers of a chunk to upload; other chunks may use it after that."""
+    upload: UploadBuffer | None = None
+    """The memory of all buffers of a chunk that is to be uploaded; other chunks use it after that."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
     """The host buffers of the chunk, one for each shard that overlaps it. A key is the box of the variable that the
     shard stores. The value is the part of this box that is in the chunk, and the buffer for its elements."""
@@ -268,7 +282,7 @@ class Chunk:
         return {shard: box for shard, box in pairs if box is not None}
 
     def take_memory(self, allocate: Allocate | None = None) -> None:
-        """Take a host buffer, of ``allocate`` instead of `memory`, for the part of each shard that lies in this chunk."""
+        """Take a host buffer for the part of each shard that lies in this chunk, from ``allocate`` if it is given."""
         common, dtype = self.common, self.variable.staged
         boxes = tuple(common.values())
         dim = stacked_dim(boxes)
@@ -345,6 +359,11 @@ def limited_chunks(
     return found
 
 
+_PIECES_UNDER_WAY = 4
+"""How many pieces of a variable may be filled at a time. Others are uploaded meanwhile: one large piece would leave the
+bus idle until it is full, and the threads until it is on the device."""
+
+
 def _grouped(
     variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
@@ -356,6 +375,7 @@ def _grouped(
     itemsize = variable.staged.itemsize
     if sum(b.size for b in variable.shards) * itemsize <= limit:
         return [(Chunk(variable, whole), [(b, p) for b, p, _ in pieces])]
+    limit //= _PIECES_UNDER_WAY
     groups: list[tuple[Chunk, list[tuple[int, int]]]] = []
     for b, p, box in pieces:
         if groups:

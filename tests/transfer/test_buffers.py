@@ -1,5 +1,8 @@
 """Memory for shards: aligned, and in huge pages from their first byte on."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,7 @@ from shardload.transfer.host_memory import (
     ALIGNMENT_BYTES,
     HUGE_PAGE_BYTES,
     MAPPED_BYTES,
-    UsedMemory,
+    UploadMemory,
     arena,
     memory,
     stacked_arrays,
@@ -47,14 +50,48 @@ def test_a_stack_holds_arrays_of_one_shape_apart_and_aligned(shape, dtype):
     assert [set(one.ravel().tolist()) for one in whole] == [{0}, {1}, {2}, {3}]
 
 
-def test_used_memory_is_given_out_once_where_it_fits_and_the_oldest_is_dropped_first():
-    used = UsedMemory()
-    buffers = {n: memory(n) for n in (1000, 1200, 2000)}
-    for buffer in buffers.values():
-        used.put(buffer)
-    assert used.take(1300) is None  # 2000 bytes would be half unused, and 1200 are too few
-    assert used.take(990) is buffers[1000]
-    assert used.take(990) is buffers[1200]
-    assert used.take(990) is None
-    used.put(buffers[1000])
-    assert [used.drop(), used.drop(), used.drop()] == [2000, 1000, 0]
+def test_memory_for_uploads_is_used_again_without_overlaps_and_never_exceeds_what_was_taken():
+    """Against a model: random takes and returns, where each buffer keeps its own bytes."""
+    rng = np.random.default_rng(0)
+    most = 64 * HUGE_PAGE_BYTES // 16
+    uploads, held, apart = UploadMemory(most, misaligned=8), [], 0
+    for k in range(600):
+        n_bytes = int(rng.integers(1, most // 5))
+        if sum(buffer.n_bytes for buffer, _ in held) + n_bytes + ALIGNMENT_BYTES <= most:
+            buffer = uploads.take(n_bytes) or uploads.take_apart(n_bytes)
+            assert buffer.memory.nbytes == n_bytes and buffer.memory.ctypes.data % ALIGNMENT_BYTES == 8
+            buffer.memory[:] = k % 256
+            held.append((buffer, k % 256))
+            apart += buffer.start is None
+        elif held:
+            buffer, value = held.pop(int(rng.integers(len(held))))
+            assert (buffer.memory == value).all()
+            uploads.give_back(buffer)
+    assert 0 < apart < 200
+    for buffer, value in held:
+        assert (buffer.memory == value).all()
+        uploads.give_back(buffer)
+    whole = uploads.take(most)
+    assert whole.start == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_gaps_in_the_memory_for_uploads_take_no_room_beside_a_mapping_of_its_own():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    part = 16 * HUGE_PAGE_BYTES
+    uploads = UploadMemory(4 * part)
+    first, second, third, fourth = (uploads.take(part) for _ in range(4))
+    for buffer in (first, second, third, fourth):
+        buffer.memory[:] = 1
+    full = resident()
+    uploads.give_back(first)
+    uploads.give_back(third)  # two gaps, each too short for the next
+    assert uploads.take(2 * part) is None
+    wide = uploads.take_apart(2 * part)
+    wide.memory[:] = 1
+    assert wide.start is None and resident() < full + HUGE_PAGE_BYTES
+    uploads.give_back(second)  # while the other mapping lasts
+    assert resident() < full - part + HUGE_PAGE_BYTES
+    assert (fourth.memory == 1).all()
