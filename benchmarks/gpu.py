@@ -320,7 +320,10 @@ def measure(
     n_bytes = (folder / "model" / "model.weights.h5").stat().st_size
     keep("weight_bytes", n_bytes)
     pairs = ("--pairs", str(options.pairs))
-    wanted = [part for part in ("exact", "memory", "rate", "token", "ready", "saving") if options.only in part]
+    asked = options.only.split(",")
+    wanted = [
+        part for part in ("exact", "memory", "rate", "token", "ready", "saving") if any(one in part for one in asked)
+    ]
     for part in wanted:
         if part == "memory":
             total = machine["limit_bytes"] / 0.75  # what JAX takes by default
@@ -364,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--model", default="gemma2_2b", help="a name that `shardload synth` knows")
     parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--only", default="", help="parts whose name contains this")
+    parser.add_argument("--only", default="", help="parts whose names contain one of these, with commas between")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--anyway", action="store_true", help="also without a GPU")
     parser.add_argument("--out", type=Path, help="also write all numbers to this file")

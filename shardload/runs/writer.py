@@ -1,12 +1,10 @@
 """Write one step at a time, from the arrays to a published folder. Most of the work runs in a background thread.
 
-    training thread   wait for the last save · begin staging · snapshot the arrays ─► returns
+    training thread   wait for the last save · begin staging · `snapshot` of the arrays ─► returns
     worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
 
-`fit` lets XLA overwrite its arrays in the next batch, while the worker still writes them. So `snapshot` keeps NumPy
-views of arrays on CPU devices: XLA then uses other memory, and nothing is copied. Orbax would keep such arrays in the
-same way, but runs slow Python code of its own first. All other items (arrays on accelerators, objects with their own
-Orbax handler) go to Orbax in the training thread. So do all items if several processes save together.
+Items that `snapshot` cannot keep (objects with their own Orbax handler, for example) go to Orbax in the training
+thread. So do all items if several processes save together.
 
 Several processes do each stage together. Process 0 creates, publishes and removes folders; each process writes its own
 shards and computes the digests of its files. A failure on one process fails on all.
@@ -15,7 +13,6 @@ shards and computes the digests of its files. A failure on one process fails on 
 from __future__ import annotations
 
 import concurrent.futures.thread  # imported first: exit functions registered after its own run before it
-import copy
 import errno
 import json
 import logging
@@ -29,9 +26,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import jax
-import numpy as np
 
 from shardload import processes
 from shardload.errors import (
@@ -52,6 +46,7 @@ from shardload.runs.digest_list import sync_files
 from shardload.runs.digests import Digests
 from shardload.runs.listing import TREE_FILE
 from shardload.runs.publish import Root, Staging, remove_staging, remove_stale
+from shardload.runs.snapshot import snapshot
 from shardload.stores.local import located
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -395,68 +390,3 @@ def _finite(content: Any) -> Any:
     if isinstance(content, Mapping):
         return {key: _finite(value) for key, value in content.items()}
     return [_finite(value) for value in content] if isinstance(content, (list, tuple)) else content
-
-
-_WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""Dtypes that `snapshot` does not keep: if ``jax_enable_x64`` is set for the training thread only, JAX narrows them
-when the worker thread rebuilds the arrays."""
-
-_PLAIN = bool, int, float, complex, str, bytes, np.generic
-"""Types whose values cannot change, so that keeping a value takes only a reference, not a copy."""
-
-
-class _KeptArray:
-    """NumPy views of the shards of a JAX array: they preserve its values, and it can be rebuilt without a copy."""
-
-    def __init__(self, array: jax.Array) -> None:
-        self.shape, self.sharding = array.shape, array.sharding
-        self.values = [np.asarray(shard.data) for shard in array.addressable_shards]
-        self.devices = [shard.device for shard in array.addressable_shards]
-
-    def array(self) -> jax.Array:
-        """Rebuild the JAX array from its views, without a copy."""
-        # On CPU, device_put uses the memory of a view as it is, without a copy; one call serves all shards.
-        placed = jax.device_put(self.values, self.devices)
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
-
-
-class ArraySnapshot:
-    """Keeps the values that pytrees have now, until a worker thread takes them to write them: `take` works once."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        # NumPy arrays can change in place, so they are copied; a copy of an immutable leaf costs nothing.
-        self._kept = jax.tree.map(lambda x: _KeptArray(x) if isinstance(x, jax.Array) else copy.copy(x), dict(items))
-
-    def take(self) -> dict[str, Any]:
-        """Return the pytrees as they were when they were kept, and drop this object's references to their memory."""
-        taken: dict[str, Any] = jax.tree.map(lambda x: x.array() if isinstance(x, _KeptArray) else x, self._kept)
-        # While a view exists, XLA cannot reuse the memory, and a second copy of the state stays allocated.
-        self._kept = {}
-        return taken
-
-
-def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
-    """Keep the values of pytrees while training goes on, without copies; ``None`` if `_is_plain_tree` refuses one."""
-    return ArraySnapshot(items) if all(map(_is_plain_tree, items.values())) else None
-
-
-def _is_plain_tree(item: Any) -> bool:
-    """Whether `snapshot` can keep a pytree: it consists of dicts, lists and tuples of CPU arrays and plain values."""
-    if type(item) is dict:
-        return all(map(_is_plain_tree, item.values()))
-    if type(item) in {list, tuple}:
-        return all(map(_is_plain_tree, item))
-    return item is None or isinstance(item, (np.ndarray, *_PLAIN)) or (isinstance(item, jax.Array) and _is_host(item))
-
-
-def _is_host(array: jax.Array) -> bool:
-    """Whether `snapshot` can keep an array: it is on CPU, and another thread can rebuild it from NumPy views."""
-    # Extended types (PRNG keys) have no NumPy type. Shards of other processes are out of reach.
-    if not array.is_fully_addressable or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-        return False
-    if array.dtype in _WIDE:
-        return False
-    devices = array.sharding.device_set
-    # Another kind, such as pinned_host, is lost in a view: device_put would use the default kind.
-    usual = {None, *(device.default_memory().kind for device in devices)}
-    return all(device.platform == "cpu" for device in devices) and array.sharding.memory_kind in usual
