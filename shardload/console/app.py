@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import checkpoint_commands, commands, streams
+from shardload.console import cache_commands, checkpoint_commands, commands, streams
 
 _HELP = ["-h", "--help"]
 app = typer.Typer(
@@ -42,6 +42,7 @@ app.command("steps")(checkpoint_commands.steps)
 app.command("verify")(checkpoint_commands.verify)
 app.command("diff")(checkpoint_commands.diff)
 app.command("convert")(commands.convert)
+app.add_typer(cache_commands.cache_app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:
@@ -73,7 +74,8 @@ def command() -> Any:
     """Return the command tree as one function, which parses the arguments and runs the command that they name."""
     tree: Any = typer.main.get_command(app)
     # typer's help shows the type <bool> after a flag, as if it took a value.
-    for each in (tree, *tree.commands.values()):
+    nested = (inner for each in tree.commands.values() for inner in getattr(each, "commands", {}).values())
+    for each in (tree, *tree.commands.values(), *nested):
         # The parameter --help is created here, once, with the names that this context has.
         context = typer.Context(each, help_option_names=_HELP)
         for parameter in each.get_params(context):

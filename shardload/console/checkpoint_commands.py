@@ -192,6 +192,8 @@ def verify(
         str, typer.Argument(metavar="PATH", help="A step, a folder of steps, or any checkpoint.", show_default=False)
     ],
     *,
+    cache: options.CacheOption = None,
+    cache_size: options.CacheSizeOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
     log_json: options.LogJson = False,
@@ -206,7 +208,7 @@ def verify(
 
     $ shardload verify model.safetensors --json
     """
-    with streams.results() as out:
+    with options.use_cache(cache, cache_size), streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
         from shardload import verifying
 
@@ -225,6 +227,8 @@ def diff(
     first: options.SourceArgument,
     second: Annotated[str, typer.Argument(metavar="OTHER", help="What to compare it with.", show_default=False)],
     *,
+    cache: options.CacheOption = None,
+    cache_size: options.CacheSizeOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
     log_json: options.LogJson = False,
@@ -239,7 +243,7 @@ def diff(
 
     $ shardload diff model.gguf ./gemma-preset --json
     """
-    with streams.results() as out:
+    with options.use_cache(cache, cache_size), streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
         from shardload import comparing
 
@@ -301,17 +305,14 @@ def _row(info: Any) -> tuple[str, ...]:
     state = f"{info.problems or ('not read' if info.ours else 'unverified: not saved by shardload')}{partial}"
     # Stored from 0, but Keras prints epochs from 1.
     epoch = "-" if info.epoch is None else str(info.epoch + 1)
-    cells = (str(info.step), epoch, metrics or "-", format_bytes(info.n_bytes), _age(info.saved_s))
+    cells = (
+        str(info.step),
+        epoch,
+        metrics or "-",
+        format_bytes(info.n_bytes),
+        listing.time_ago(time.time() - info.saved_s),
+    )
     return (*cells, "best" if info.best else "-", printable(state))
-
-
-def _age(saved_s: float) -> str:
-    # A step from a machine whose clock is ahead is 0 s old.
-    seconds = max(0, int(time.time() - saved_s))
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} s"
 
 
 def _verdict(verdict: Any) -> str:

@@ -47,6 +47,8 @@ def load(
     max_new_tokens: options.MaxNewTokens = None,
     warm_up: options.WarmUpOption = False,
     io: options.IoOption = options.IoChoice.BUFFERED,
+    cache: options.CacheOption = None,
+    cache_size: options.CacheSizeOption = None,
     replicas: options.ReplicasOption = options.ReplicasChoice.AUTO,
     platform: options.PlatformOption = None,
     distributed: options.Distributed = False,
@@ -86,7 +88,7 @@ def load(
     note = streams.note if reports else lambda text: None
     if processes is None and (alone := alone_among_several(os.environ)) is not None:
         note(alone)
-    with streams.results() as out:
+    with options.use_cache(cache, cache_size), streams.results() as out:
         jax_setup.set_up_jax(note=note)
         # May download, and has a folder to clean up: Ctrl-C raises here. What follows writes nothing, so it just exits.
         completion.make_available(source)
@@ -331,6 +333,8 @@ def convert(
             "--base", metavar="SOURCE", help="Source of the missing weights, for a step with some weights only."
         ),
     ] = None,
+    cache: options.CacheOption = None,
+    cache_size: options.CacheSizeOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
     log_json: options.LogJson = False,
@@ -350,7 +354,7 @@ def convert(
     $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
     """
     local_target(target)  # before seconds of imports
-    with streams.results() as out, _way_on(target):
+    with options.use_cache(cache, cache_size), streams.results() as out, _way_on(target):
         jax_setup.set_up_jax(note=streams.note)
         from shardload import converting
 

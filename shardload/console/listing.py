@@ -128,3 +128,12 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
         "files": list(map(str, files)),
         **storage,
     }
+
+
+def time_ago(seconds: float) -> str:
+    """Return how long ago something was, in its largest unit: ``3 d``; 0 s if a clock is ahead."""
+    whole = max(0, int(seconds))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if whole >= length:
+            return f"{whole // length} {unit}"
+    return f"{whole} s"

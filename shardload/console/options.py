@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -92,6 +94,31 @@ def size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+_AGE = re.compile(r"(\d+)(s|min|h|d|w)")
+_AGE_UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def age(text: str) -> float:
+    """Parse an option that is a time, such as ``30d``; return seconds."""
+    if (match := _AGE.fullmatch(text.strip())) is None:
+        raise typer.BadParameter(f"{text!r} is not a time like 30d, 12h or 90min")
+    return float(int(match[1]) * _AGE_UNITS_S[match[2]])
+
+
+def use_cache(directory: str | None, n_bytes: int | None) -> AbstractContextManager[None]:
+    """Use the cache of ``--cache``, with the size of ``--cache-size``, in a ``with`` block."""
+    from shardload.stores.cache_choice import DEFAULT_SIZE, FOLDER_VARIABLE, SIZE_VARIABLE, cache
+
+    folder = directory or os.environ.get(FOLDER_VARIABLE)
+    if n_bytes is not None and not folder:
+        raise typer.BadParameter(
+            f"It is only for a cache: add --cache DIR, or set {FOLDER_VARIABLE}.", param_hint="--cache-size"
+        )
+    if not folder or (directory is None and n_bytes is None):
+        return nullcontext()
+    return cache(folder, size=n_bytes or os.environ.get(SIZE_VARIABLE) or DEFAULT_SIZE)
 
 
 def size_as_typed(text: str) -> str:
@@ -339,6 +366,23 @@ IoOption = Annotated[
     IoChoice,
     typer.Option(
         "--io", help="Read local files through the page cache (buffered), past it (direct), or as a probe finds faster."
+    ),
+]
+CacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="Folder that keeps what is read from remote stores, for the next start. SHARDLOAD_CACHE by default.",
+    ),
+]
+CacheSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--cache-size",
+        metavar="SIZE",
+        parser=size,
+        help="Most bytes in the folder of --cache: 200GiB. SHARDLOAD_CACHE_SIZE or 100GiB by default.",
     ),
 ]
 WarmUpOption = Annotated[

@@ -163,7 +163,7 @@ def run_load(
     the model before its weights are read. ``lower`` has functions for steps of ``warm_up`` that are not Keras' own.
     """
     # Open: headers only. From here on, a file that changes is an error.
-    clock = Clock()
+    clock, cache = Clock(), reporting.CacheMeter()
     with clock("other"):
         source = open_together(call, opener)
     files = Fingerprint.of(source.manifest.files)
@@ -234,6 +234,7 @@ def run_load(
         if matching.items in ("all", "weights"):
             notes = _load_besides_variables(matching, model, source.manifest, folder)
             report = replace(report, notes=(*report.notes, *notes))
+    report = cache.added_to(report)
     shares = _shares(call, report)
     if shares:
         report = replace(report, cluster=reporting.cluster_bytes(prepared, [share.bytes.read for share in shares]))

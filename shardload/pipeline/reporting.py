@@ -33,7 +33,9 @@ from shardload.reports import (
     Stages,
     fold,
 )
-from shardload.reports.facts import Note, NoteKind
+from shardload.reports.facts import CacheBytes, Note, NoteKind
+from shardload.stores.cache_choice import current_cache
+from shardload.stores.range_cache import CacheTraffic
 from shardload.transfer.casts import overflow_notes
 from shardload.units import format_bytes, format_count, plural
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from shardload.pipeline.preparing import PreparedLoad
     from shardload.transfer.execution import TransferStats
 
+_SETTLE_S = 1.0
+"""How long a load waits at its end for the cache to write, so that the report says what is stored, in seconds."""
 _AVERAGED = "the model has the moving averages of its weights (use_ema), not the weights in training"
 _IN_TRAINING = (
     "the model has the weights in training; their moving averages (use_ema) are in the optimizer, and "
@@ -75,6 +79,25 @@ class Clock:
     def total_s(self) -> float:
         """Wall-clock seconds since this object was created."""
         return time.perf_counter() - self._began
+
+
+class CacheMeter:
+    """Counts what comes from the cache of remote stores from its creation on."""
+
+    def __init__(self) -> None:
+        self._cache = current_cache()
+        self._before = CacheTraffic() if self._cache is None else self._cache.traffic
+
+    def added_to(self, report: LoadReport) -> LoadReport:
+        """Return a load's report with what came from the cache, and notes on it, if one was used."""
+        if self._cache is None:
+            return report
+        self._cache.settle(_SETTLE_S)
+        found = self._cache.traffic.since(self._before)
+        if not (found.cached or found.fetched or found.notes):
+            return report
+        counts = CacheBytes(found.cached, found.fetched, found.stored, found.left_out)
+        return replace(report, cache=counts, notes=(*report.notes, *found.notes))
 
 
 def load_report(

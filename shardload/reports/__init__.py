@@ -9,6 +9,7 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
     missing, unused, cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed,
     initialised, outside[{tensor, reason}], dtypes, notes
     cluster{needed, total_read, ratio, read, received, exchanged}                                       loads only
+    cache{read, fetched, stored, left_out}                                                              loads only
     fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
     hosts{hosts, devices, needed, read, total_read, kinds, planned,
           shared{read, total_read, received, exchanged, is_chosen, reasons[{variable, strategy, why}]}} plans only
@@ -41,6 +42,7 @@ from rich.text import Text
 
 from shardload.reports.facts import (
     ByteCounts,
+    CacheBytes,
     Cast,
     ClusterBytes,
     DeviceUse,
@@ -163,6 +165,8 @@ class LoadReport(Report):
 
     cluster: ClusterBytes | None = None
     """What all processes read and exchanged; ``None`` if one process loaded alone."""
+    cache: CacheBytes | None = None
+    """What came from the cache and from remote stores; ``None`` if no cache was used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -219,6 +223,8 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
         yield "Disk", Text(_disk(report))
     if (cluster := getattr(report, "cluster", None)) is not None:
         yield "Processes", Text(_cluster(cluster))
+    if (cached := getattr(report, "cache", None)) is not None:
+        yield "Cache", Text(_cached(cached))
     staged, budget = format_bytes(report.host_bytes.peak_staging), format_bytes(report.host_bytes.budget)
     yield "Host memory", Text(f"{staged} peak staging of {budget}")
     yield "Time", _stages(report, block)
@@ -354,6 +360,12 @@ def _cluster(found: ClusterBytes) -> str:
         f"{'no more than' if ratio == '1' else f'{ratio} times'} the {format_bytes(found.needed)} that the mesh needs; "
         f"each read at most {format_bytes(max(found.read))}{received}"
     )
+
+
+def _cached(found: CacheBytes) -> str:
+    left_out = f", {format_bytes(found.left_out)} left out" if found.left_out else ""
+    stored = f"; {format_bytes(found.stored)} stored{left_out}" if found.fetched else ""
+    return f"{format_bytes(found.read)} from the cache, {format_bytes(found.fetched)} from the network{stored}"
 
 
 def _shared(found: SharedReads, *, needed: int) -> str:

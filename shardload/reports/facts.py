@@ -42,6 +42,20 @@ class ByteCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """What this process read from remote stores during a load by way of the cache."""
+
+    read: int
+    """Bytes that came from the cache."""
+    fetched: int
+    """Bytes that came from the stores."""
+    stored: int
+    """Bytes of these that are in the cache now."""
+    left_out: int
+    """Bytes of these that are not: the disk did not keep up, or the cache is full of what the load itself uses."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """Wall-clock seconds per stage; ``None`` if a stage did not run."""
 

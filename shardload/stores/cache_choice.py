@@ -82,6 +82,16 @@ def current_cache() -> RangeCache | None:
     return _opened(directory, os.environ.get(SIZE_VARIABLE) or DEFAULT_SIZE, argument=SIZE_VARIABLE)
 
 
+def chosen_directory(directory: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of the cache that a command is about: ``directory``, else that of the environment."""
+    found = directory or os.environ.get(FOLDER_VARIABLE)
+    if not found:
+        raise UsageError(
+            f"Cannot find the cache: no folder was given, expected --cache DIR or the variable {FOLDER_VARIABLE}"
+        )
+    return cache_directory(found)
+
+
 def _opened(directory: str | os.PathLike[str], size: int | str, *, argument: str) -> RangeCache:
     return _open(cache_directory(directory), byte_count(argument, size, least=1))
 

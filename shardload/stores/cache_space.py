@@ -117,6 +117,8 @@ def _remove(folder: CacheFolder, each: StoredObject, *, most_bytes: int | None =
 
 def clear(folder: CacheFolder, *, older_than_s: float = 0.0, address: str | None = None) -> list[StoredObject]:
     """Remove objects that were not used for ``older_than_s``, at or below ``address``; return what was removed."""
+    if not (folder.path / range_files.FOLDER).is_dir():
+        return []
     before_s = time.time() - older_than_s
     with _locked(folder):
         chosen = [e for e in stored_objects(folder) if (not older_than_s or e.used_s < before_s) and _is_at(e, address)]

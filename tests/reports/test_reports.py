@@ -36,7 +36,7 @@ def key_fallbacks(n: int = 18) -> tuple[Fallback, ...]:
 def test_json_has_the_promised_keys_in_order():
     assert list(load_report().to_json())[: len(ISSUE_KEYS)] == ISSUE_KEYS
     assert list(load_report().to_json())[len(ISSUE_KEYS) :] == [
-        "mismatched", "computed", "initialised", "outside", "dtypes", "notes", "cluster",
+        "mismatched", "computed", "initialised", "outside", "dtypes", "notes", "cluster", "cache",
     ]  # fmt: skip
 
 
