@@ -113,13 +113,13 @@ def hugging_face_place(handle: str) -> Location:
         from huggingface_hub import HfApi, constants, get_hf_file_metadata, get_token
     except ImportError as error:
         raise MissingExtraError.explaining(error, needed_for=str(asked), extra="hub") from error
-    _require_network(constants.ENDPOINT, str(asked))
+    _require_network(constants.ENDPOINT, str(asked), verb="read")
     try:
         found = HfApi(endpoint=constants.ENDPOINT).model_info(
             asked.repository, revision=asked.revision, files_metadata=True
         )
     except Exception as error:  # huggingface_hub raises a dozen kinds, its own and those of its HTTP client
-        raise SourceNotFoundError(_refused(str(asked), error)) from error
+        raise SourceNotFoundError(_refused(str(asked), error, verb="read")) from error
     files = {file.rfilename: file for file in found.siblings or ()}
     url = f"{constants.ENDPOINT}/{asked.repository}/resolve/{found.sha}"
 
@@ -217,18 +217,18 @@ def _require_cache(handle: str, *variables: str) -> None:
         )
 
 
-def _require_network(url: str, handle: str) -> None:
+def _require_network(url: str, handle: str, *, verb: str = "download") -> None:
     if not reachable(url):
         raise SourceNotFoundError(
-            f"Cannot download {handle}, which is not in the local cache: {urlsplit(url).hostname} cannot be reached. "
+            f"Cannot {verb} {handle}, which is not in the local cache: {urlsplit(url).hostname} cannot be reached. "
             "Download it on another machine, and give the path of its folder"
         )
 
 
-def _refused(handle: str, error: Exception) -> str:
+def _refused(handle: str, error: Exception, *, verb: str = "download") -> str:
     # Errors of the hubs go on for several lines, with advice for their own tools; the first line has the status.
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"Cannot download {handle}: {first}. For a gated model, accept its terms and log in with a token"
+    return f"Cannot {verb} {handle}: {first}. For a gated model, accept its terms and log in with a token"
 
 
 _REPOSITORY = "models--"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import SourceError, SourceNotFoundError, UsageError, suggests_arguments
+from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError, UsageError, suggests_arguments
 from shardload.loaders import describe_folder, folder_of, open_manifest, open_variant, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.orbax.loader import SPEC, open_orbax
@@ -24,6 +24,7 @@ from shardload.stores.location import Location, nowhere
 
 _HUGGING_FACE = "hf-safetensors"
 """Format in which an architecture is planned when none of its weights are on this machine."""
+_UNLISTED = "The server shows no list of this folder, so only usual names were looked for: give the address of a file"
 _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
 
 
@@ -79,12 +80,18 @@ def open_source(
     try:
         variant = open_variant(where, format=format) if described and resolved.architecture is None else None
         manifest = variant or open_manifest(where, format=format)
-    except SourceNotFoundError:
+    except SourceNotFoundError as error:
         named = not weights and Path(source).name == CONFIG  # other files in its folder do not matter
         without = _without_weights(resolved, format, ignore_config, with_weights=True) if named else None
-        if without is None:
+        if without is not None:
+            return without
+        if where.store.is_listed(where.key):
             raise
-        return without
+        raise SourceNotFoundError(f"{error}. {_UNLISTED}") from error
+    except UnsupportedError as error:
+        if where.store.is_listed(where.key):
+            raise
+        raise UnsupportedError(f"{error}. {_UNLISTED}") from error
     except SourceError:
         # Headers of a damaged step contradict themselves in many ways: digests tell damage from a bad checkpoint.
         if verify and not where.store.is_remote and (damaged := latest_of_ours(resolved.path)) is not None:
@@ -177,6 +184,8 @@ def _without_weights(
             return None
         manifest = described
         lacking = f"{'its weights are not' if with_weights else 'no weights are'} in {resolved.path}"
+        if not with_weights and not where.store.is_listed(where.key):
+            lacking = f"no weights of a usual name are in {resolved.path}. {_UNLISTED}"
         note = f"planned from its configuration: {lacking if of_file is None else f'{resolved.path} alone'}"
         # Keras nests the configuration of a layer in "config", multimodal models that of the language model.
         nested = (manifest.config.get(key) for key in ("config", "text_config"))

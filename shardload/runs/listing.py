@@ -29,6 +29,7 @@ from shardload.errors import (
     ShardloadError,
     SourceError,
     SourceNotFoundError,
+    UnsafeSourceError,
     UnsupportedError,
     UsageError,
 )
@@ -54,6 +55,8 @@ from shardload.units import is_integer, plural
 
 _ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
+_MAX_STEPS = 5000
+"""Most steps at an address that are asked about for a list, as each takes a request or two."""
 _THREADS = 8
 """Number of remote steps that are queried at once: a query of one step takes a few round trips."""
 
@@ -219,6 +222,11 @@ def _steps_below(place: Location, wanted: str | int | None) -> list[StepInfo]:
     if wanted == "latest" and numbers:
         newest = _look_remotely(place, max(numbers), ours=numbers[max(numbers)])
         return [] if newest is None else [newest]
+    if len(numbers) > _MAX_STEPS:
+        raise UnsafeSourceError(
+            f"Cannot list the steps at {place}: it names {len(numbers)} numbered folders, expected at most "
+            f"{_MAX_STEPS}, as each is asked about. Give the address of a step, its number, or step='latest'"
+        )
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardload-steps") as pool:
         looked = pool.map(lambda number: _look_remotely(place, number, ours=numbers[number]), sorted(numbers))
         return with_best([found for found in looked if found is not None])

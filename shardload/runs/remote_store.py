@@ -57,6 +57,7 @@ class RemoteStep(Store):
     def __init__(self, remote: RemoteStore, folder: str, digests: memoryview) -> None:
         """Open the step in ``folder`` of a remote store; ``digests`` is the content of the step's ``digests.json``."""
         self._remote, self._key = remote, folder
+        self.pace = remote.pace
         self._name, self._copies = self.root.name, PrivateCopies()
         self._lock = threading.Lock()
         self._filled = False

@@ -46,15 +46,20 @@ _STATUS = re.compile(r"Server returned (?:non-2xx status code: |error response: 
 _DETAILS = "\n\nDebug source:"
 _REQUEST = re.compile(r".*?Error performing \S+ \S+ in \S+ - ", re.DOTALL)
 """Matches the beginning of a sentence, with the address, which may be signed."""
+_BAD_NAME = re.compile(r'Encountered object with invalid path: .*?Path "([^"]*)"', re.DOTALL)
+"""Matches what obstore says of a list with a name that it cannot take apart, such as ``a//b`` or ``a/../b``."""
 _REQUEST_ID = re.compile(r"<RequestId>([^<]{1,100})</RequestId>")
 _SAID = re.compile(r"<Message>([^<]*)</Message>")
 _CAUSES = (
     re.compile(r'message: "([^"]{1,200})"'),  # of the system: Connection refused
     re.compile(r'error: "([^"]{1,200})"'),  # of the name server
-    re.compile(r"(InvalidCertificate|TooManyRedirects|BadScheme|TimedOut|IncompleteMessage|UnexpectedEof)"),
+    re.compile(
+        r"(InvalidCertificate|InvalidMessage|TooManyRedirects|BadScheme|TimedOut|IncompleteMessage|UnexpectedEof)"
+    ),
 )
 _IN_WORDS = {
     "InvalidCertificate": "its certificate is not trusted; AWS_CA_BUNDLE or SSL_CERT_FILE names a file of your own",
+    "InvalidMessage": "it does not answer in TLS; where a server is not encrypted, write http:// instead of https://",
     "TooManyRedirects": "it redirects too often",
     "BadScheme": "it redirects to an address that is not encrypted, or not HTTP",
     "TimedOut": "it sent nothing for too long",
@@ -64,6 +69,7 @@ _IN_WORDS = {
 _FINAL = frozenset(
     {
         "InvalidCertificate",
+        "InvalidMessage",
         "TooManyRedirects",
         "BadScheme",
         "failed to lookup address information: Name or service not known",
@@ -99,7 +105,8 @@ class FailedTry:
     status: int | None = None
     """HTTP status; ``None`` if no answer came."""
     code: str = ""
-    """What obstore says of it: missing, forbidden, changed, no ranges, no length (of a page); empty for all others."""
+    """What obstore says of it: missing, forbidden, changed, no ranges, no length (of a page), or bad name (of an object
+    in a list); empty for all others."""
     cause: str = ""
     """Of a failed connection, the last cause that obstore names."""
     is_connection: bool = False
@@ -110,6 +117,8 @@ class FailedTry:
         """Read what obstore says in an error."""
         from obstore import exceptions
 
+        if isinstance(error, TimeoutError):  # of this package, not of obstore
+            return cls(str(error), is_connection=True)
         sentence, _, details = str(error).partition(_DETAILS)
         found = _STATUS.search(sentence)
         status = int(found[1]) if found else None
@@ -131,11 +140,12 @@ class FailedTry:
             code = "missing"
         elif status in (401, 403):
             code = "forbidden"
+        elif name := _BAD_NAME.search(sentence):
+            return cls(name[1], code="bad name")
         cause = next((match[1] for pattern in _CAUSES if (match := pattern.search(details))), "")
         if found:
-            message = _SAID.search(body)
             text = f"HTTP status {found[1]}{found[2]}"
-            words = " ".join((message[1] if message else re.sub(r"<[^>]*>", " ", body)).split())[:CHARACTERS_SHOWN]
+            words = _words_of(body, besides=f"{found[1]}{found[2]}")
             said = f"{text}: {words}" if words else text
             if request := _REQUEST_ID.search(body):
                 said += f" (request {request[1]})"
@@ -172,6 +182,13 @@ class FailedTry:
         return self.status in (429, 503)
 
 
+def _words_of(body: str, *, besides: str) -> str:
+    """Return what a server says in the body of a refusal, without what is in the status already."""
+    message = _SAID.search(body)
+    text = " ".join((message[1] if message else re.sub(r"<[^>]*>", " ", body)).split())
+    return " ".join(text.replace(besides, " ").split())[:CHARACTERS_SHOWN]
+
+
 def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: float = 0.0) -> Exception:
     """Build the error for a failed request, with its address, the server's message and a way to fix the problem."""
     scheme = url.partition(":")[0]
@@ -186,6 +203,11 @@ def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: f
             return ForbiddenError(f"{where} may not be read: {found.said}. {_ACCESS.get(scheme, _LOG_IN)}")
         case "changed":
             return changed(where)
+        case "bad name":
+            return TransferError(
+                f"Cannot list {where}: it has an object named {found.said!r}, expected names without '..' or nothing "
+                "between slashes. Rename or delete that object, or give the address of a folder next to it"
+            )
         case "no ranges":
             return TransferError(f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}")
     repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardload.stores import answers
 from shardload.stores.answers import FailedTry
 from shardload.stores.objects import Version
+from shardload.stores.pace import Pace
+from shardload.stores.windows import stall_s
 
 if TYPE_CHECKING:
     from obstore import GetOptions
 
 _PAGES = ("text/html", "application/xhtml+xml")
+_STALL_BYTES = 512 << 10
+"""Fewest bytes that a connection has to send in the time after which a silent one counts as stalled: 17 kB/s."""
 _MAX_PAGE_BYTES = 4 << 20
 """Longest web page that is searched for links to the files of a folder."""
 
@@ -20,6 +25,7 @@ class Objects(Protocol):
     """What a request needs to know of the store that it is sent to (`shardload.stores.requests.Requests`)."""
 
     url: str
+    pace: Pace
 
     @property
     def can_list(self) -> bool:
@@ -60,6 +66,7 @@ class ObjectBytes(Query):
             options["range"] = {"offset": self._start}
         if (tag := self._store.tag(self._name)) is not None:
             options["if_match"] = tag
+        began_s = time.monotonic()
         try:
             answer = await obstore.get_async(client, path, options=options)
         except Exception as error:
@@ -72,7 +79,11 @@ class ObjectBytes(Query):
             raise
         self._refuse_page(answer)
         self._store.note(self._name, Version.of(answer.meta))
-        return memoryview(await answer.bytes_async())
+        answered_s = time.monotonic()
+        found = memoryview(await _in_time(answer))
+        body_s = time.monotonic() - answered_s
+        self._store.pace.note(latency_s=answered_s - began_s, body_s=body_s, n_bytes=len(found))
+        return found
 
     async def _whole(self, client: Any, path: str) -> Any:
         import obstore
@@ -87,6 +98,19 @@ class ObjectBytes(Query):
     def _refuse_page(self, answer: Any) -> None:
         if _is_page(answer) and not self._store.can_list and not self._name.endswith((".html", ".htm")):
             raise answers.web_page(self._store.url, self._name)
+
+
+async def _in_time(answer: Any) -> Any:
+    """Return the bytes of an answer; raise if they come so slowly that the request counts as stalled."""
+    from asyncio import wait_for
+
+    # obstore ends a connection that sends nothing; a byte now and then would keep it open for hours.
+    first, last = answer.range
+    limit_s = stall_s() * (1 + (last - first) / _STALL_BYTES)
+    try:
+        return await wait_for(answer.bytes_async(), limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"it sent less than {last - first} bytes in {limit_s:.3g} s") from None
 
 
 def _is_page(answer: Any) -> bool:

@@ -70,6 +70,7 @@ class RemoteStore(Store):
 
     def __init__(self, url: str, *, requests: Requests | None = None) -> None:
         self.requests = requests or Requests(url)
+        self.pace = self.requests.pace
         self._folders: dict[str, _Folder | None] = {}
         self._pages = _Pages(self.requests)
         self._copies = PrivateCopies()
@@ -124,6 +125,11 @@ class RemoteStore(Store):
         """Return all names directly in a folder, sorted; ``None`` if the server does not list them."""
         found = self._folder(key)
         return sorted(found.kinds) if found is not None and found.is_complete else None
+
+    def is_listed(self, key: str) -> bool:
+        """Whether the server shows which files are in a folder; see `Store.is_listed`."""
+        found = self._folders.get(key)
+        return found is None or found.is_complete
 
     def open(self, key: str) -> RemoteObject:
         """Open an object for reading; see `Store.open`."""
@@ -220,12 +226,14 @@ class RemoteStore(Store):
             page = self.requests.page(key)
         except (ForbiddenError, SourceNotFoundError):
             page = None
-        if page and (found := web_folders.links(page, self.requests.encoded(key))):
-            return _Folder({name: "folder" if inside else "file" for name, inside in found.items()}, is_complete=True)
-        usual = [name for name in web_folders.USUAL_NAMES if not page]
-        self._pages.read_ahead(_joined(key, name) for name in usual)
-        there: dict[str, Kind] = {name: "file" for name in usual if self._is_object(_joined(key, name))}
-        return _Folder(there, is_complete=False)
+        found = web_folders.links(page, self.requests.encoded(key)) if page else {}
+        linked: dict[str, Kind] = {name: "folder" if inside else "file" for name, inside in found.items()}
+        if web_folders.is_of_checkpoints(found):
+            return _Folder(linked, is_complete=True)
+        usual = {name: _joined(key, name) for name in web_folders.USUAL_NAMES}
+        self._pages.read_ahead(usual.values())
+        there: dict[str, Kind] = {name: "file" for name, path in usual.items() if self._is_object(path)}
+        return _Folder(linked | there, is_complete=False)
 
     def _is_object(self, key: str) -> bool:
         try:

@@ -15,8 +15,6 @@ If a cache is in use, `shardload.stores.cached_reads` looks there first, and sen
 from __future__ import annotations
 
 import functools
-import math
-import os
 import random
 import time
 from collections import Counter
@@ -26,32 +24,27 @@ from urllib.parse import quote
 
 from shardload.errors import (
     ShardloadError,
-    SourceError,
     SourceNotFoundError,
     TransferError,
     UnsafeSourceError,
     UnsupportedError,
 )
 from shardload.stores import answers
-from shardload.stores.answers import TIMEOUT_VARIABLE, FailedTry, OutOfRangeError
+from shardload.stores.answers import FailedTry, OutOfRangeError
 from shardload.stores.cache_choice import current_cache
 from shardload.stores.cached_reads import CachedReads
 from shardload.stores.clients import Address, client
 from shardload.stores.event_loop import Fetch
 from shardload.stores.objects import KnownObjects, Version
+from shardload.stores.pace import Pace
 from shardload.stores.queries import NameList, ObjectBytes, Query, WebPage
+from shardload.stores.windows import stall_s, window_s
 from shardload.units import exact_bytes
 
 if TYPE_CHECKING:
     import asyncio
 
 
-_WINDOW_S = 120.0
-"""For how long a request that fails is repeated, in seconds from its first try."""
-_FIRST_WINDOW_S = 10.0
-"""The same until a store has answered once: its first answer shows whether the address is right."""
-_STALLS = 4
-"""A connection that sends nothing for a quarter of the time is given up, so that a stalled request is repeated."""
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 4.0
 """Before try 2, 3, …, a random time of up to 0.1, 0.2, … s passes (*full jitter*), so that not all come at once."""
@@ -90,6 +83,8 @@ class Requests:
             self._versions |= {name: Version(size) for name, size in known.sizes.items()}
         self._begun: Counter[str] = Counter()
         self._direct: dict[str, asyncio.Future[tuple[Any, str]]] = {}
+        self.pace = Pace()
+        """How fast the store answers."""
         self.answered = False
         """Whether the store has answered a request, so that its address is right."""
         self.succeeded = False
@@ -99,7 +94,7 @@ class Requests:
 
     @functools.cached_property
     def _client(self) -> Any:
-        return client(self.address, stall_s=window_s() / _STALLS, headers=self._headers)
+        return client(self.address, stall_s=stall_s(), headers=self._headers)
 
     def is_object(self) -> bool:
         """Whether the URL itself is that of an object, not of a folder."""
@@ -252,7 +247,7 @@ class Requests:
         if url is None:
             return self._client, self.path(name)
         address = Address.parse(url)
-        return client(address, stall_s=window_s() / _STALLS), address.path
+        return client(address, stall_s=stall_s()), address.path
 
     def shown(self, name: str) -> str:
         """Return the address of an object for messages."""
@@ -308,17 +303,3 @@ class Requests:
             return answers.pause_asked(obstore.sign(self._client, "GET", path, _SIGNED_FOR))
         except Exception:  # some credentials cannot sign addresses; then the random pause must do
             return 0.0
-
-
-def window_s(*, first: bool = False) -> float:
-    """Return for how many seconds a failing request is repeated; ``first`` if the store has never answered."""
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if not text:
-        return _FIRST_WINDOW_S if first else _WINDOW_S
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise SourceError(f"{TIMEOUT_VARIABLE} should be a number of seconds, but is {text!r}")
-    return found

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardload.errors import TransferError, TruncatedSourceError, UnsupportedError
+from shardload.stores.pace import Pace
 from shardload.units import exact_bytes
 
 UNIT_BYTES = 1 << 20
@@ -92,6 +93,8 @@ class Store(ABC):
 
     is_remote: bool = False
     """Whether each read is a network request: callers then make few large reads, before they need the bytes."""
+    pace: Pace | None = None
+    """How fast the store answers, as measured; ``None`` if nothing measures it."""
     is_verifying: bool = False
     """Whether all bytes are compared with digests before a file returns them, so that callers need not."""
 
@@ -144,6 +147,10 @@ class Store(ABC):
 
     def read_ahead(self, keys: Iterable[str]) -> None:  # noqa: B027 - optional
         """Expect that the first bytes of these files are needed soon: a remote store requests them together."""
+
+    def is_listed(self, key: str) -> bool:
+        """Whether `names` returns all names in a folder; an HTTP server may show none, so that usual ones are tried."""
+        return True
 
     def is_link(self, key: str) -> bool:
         """Whether a key names a symbolic link."""

@@ -6,6 +6,7 @@ Others send nothing for a folder, so that only names which checkpoints usually h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -67,6 +68,16 @@ def links(page: bytes, address: str) -> dict[str, bool]:
         if plain not in ("", ".", "..") and "/" not in plain and "\0" not in plain:
             found[plain] = name.endswith("/")
     return found
+
+
+def is_of_checkpoints(found: Mapping[str, bool]) -> bool:
+    """Whether a page links to anything that checkpoints consist of: a file, a folder of theirs, or a step.
+
+    Otherwise it may be a page about the model. It then says nothing about the files of the folder. ``found`` is what
+    `links` returned.
+    """
+    files = any(name in USUAL_NAMES or name.lower().endswith(FILE_ENDINGS) for name in found)
+    return files or any(name in USUAL_FOLDERS or name.isdecimal() for name, is_folder in found.items() if is_folder)
 
 
 class _Links(HTMLParser):

@@ -23,9 +23,10 @@ class ObjectServer:
 
     Attributes of an instance may be changed at any time: ``status`` (path → HTTP status to answer with), ``tampered``
     (path → function of the object's bytes), ``stalled`` (path → how many bytes it sends after the headers, and then
-    nothing more), ``cut`` (path → how many answers end in the middle), ``moved`` (path → status and address of a
-    redirect), ``page`` (a web page sent in place of the objects in ``paged``, or of all with ``*``), ``markers`` (empty
-    objects that stand for folders), ``has_index`` (folders are shown by pages with links).
+    nothing more), ``dripping`` (paths of which it sends 20 bytes a second), ``cut`` (path → how many answers end in the
+    middle), ``moved`` (path → status and address of a redirect), ``page`` (a web page sent in place of the objects in
+    ``paged``, or of all with ``*``), ``markers`` (empty objects that stand for folders), ``has_index`` (folders are
+    shown by pages with links).
     """
 
     def __init__(self, folder):
@@ -34,6 +35,7 @@ class ObjectServer:
         self.headers = []  # of each request
         self.status, self.tampered, self.stalled, self.cut, self.moved = {}, {}, {}, {}, {}
         self.page, self.paged = b"<!DOCTYPE html><title>Log in</title>" * 4, set()
+        self.dripping = set()
         self.markers = set()  # empty objects that stand for folders
         self.ignores_ranges = self.has_index = self.is_chunked = False
         self.released = threading.Event()
@@ -109,6 +111,7 @@ class ObjectServer:
         self.cut.clear()
         self.moved.clear()
         self.paged.clear()
+        self.dripping.clear()
         self.ignores_ranges = self.has_index = self.is_chunked = False
         self.markers.clear()
 
@@ -180,18 +183,26 @@ def _handler(store):
             body = store.page[first : last + 1] if is_page else store.data(key, first, last)
             body = b"" if self.command == "HEAD" else body
             store.requests.append((self.command, key, None if asked is None else (first, last), len(body)))
-            if key in store.stalled:
+            if key in store.stalled or key in store.dripping:
                 self._headers(code, headers | {"Content-Length": str(len(body))})
-                self.wfile.write(body[: store.stalled[key]])
-                self.wfile.flush()
-                store.released.wait()
-                self.close_connection = True
-                return None
+                return self._hold_back(body, store.stalled.get(key))
             if store.cut.get(key, 0):
                 store.cut[key] -= 1
                 self.close_connection = True
                 return self._say(code, body[: len(body) // 2], headers, length=len(body))
             return self._say(code, body, headers, length=last + 1 - first)
+
+        def _hold_back(self, body, count):
+            """Send ``count`` bytes, or if that is None, byte by byte; then nothing more."""
+            self.close_connection = True
+            self.wfile.write(body[: count or 0])
+            self.wfile.flush()
+            for byte in body if count is None else ():
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                if store.released.wait(0.05):
+                    return
+            store.released.wait()
 
         def _index(self, folder):
             if not self.path.endswith("/"):
