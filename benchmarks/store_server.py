@@ -1,5 +1,7 @@
 """A fast HTTP server of a folder for `benchmarks.stores`: ranges by ``sendfile``; latency and a rate limit if wanted.
 
+Files may be longer than they are on the disk: the rest is sent as zeros.
+
 It prints its port, and serves until its standard input ends. It speaks as much of HTTP/1.1 as clients of stores need:
 GET and HEAD with one range, ETag, Last-Modified, connections that stay open; and lists folders as S3 does. A GET of
 ``/sent`` returns how many bytes of files it has sent to all clients together.
@@ -16,11 +18,13 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 _RANGE = re.compile(rb"^range: *bytes=(\d+)-(\d*)", re.IGNORECASE | re.MULTILINE)
 _LONG_AGO = "Wed, 01 Jan 2025 00:00:00 GMT"
 _CHUNK_BYTES = 256 << 10
+_ZEROS = bytes(_CHUNK_BYTES)
 
 
 class Sent:
@@ -59,7 +63,19 @@ class Limit:
         time.sleep(max(0.0, due_s - time.monotonic()))
 
 
-def _serve(connection: socket.socket, folder: Path, latency_s: float, limit: Limit) -> None:
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served, and how."""
+
+    folder: Path
+    latency_s: float
+    limit: Limit
+    least_bytes: int
+    connection_bytes_per_s: float
+
+
+def _serve(connection: socket.socket, served: Served) -> None:
+    own = Limit(served.connection_bytes_per_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     held = b""
     with connection:
@@ -69,25 +85,26 @@ def _serve(connection: socket.socket, folder: Path, latency_s: float, limit: Lim
                     return
                 held += more
             head, _, held = held.partition(b"\r\n\r\n")
-            _answer(connection, head, folder, latency_s, limit)
+            _answer(connection, head, served, own)
 
 
-def _answer(connection: socket.socket, head: bytes, folder: Path, latency_s: float, limit: Limit) -> None:
+def _answer(connection: socket.socket, head: bytes, served: Served, own: Limit) -> None:
     method, target, _ = head.split(b"\r\n", 1)[0].split(b" ")
     url = urllib.parse.urlsplit(target.decode())
-    time.sleep(latency_s)
+    time.sleep(served.latency_s)
     if url.path == "/sent":
         _send(connection, str(_SENT.n_bytes))
         return
     query = dict(urllib.parse.parse_qsl(url.query))
     if "list-type" in query:
-        _send(connection, _listing(folder, query.get("prefix", "")))
+        _send(connection, _listing(served.folder, query.get("prefix", "")))
         return
-    path = folder / urllib.parse.unquote(url.path).lstrip("/").removeprefix("bucket/")
+    path, limit = served.folder / urllib.parse.unquote(url.path).lstrip("/").removeprefix("bucket/"), served.limit
     if not path.is_file():
         connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
         return
-    size = path.stat().st_size
+    stored = path.stat().st_size
+    size = max(stored, served.least_bytes)
     found = _RANGE.search(head)
     first, last = (int(found[1]), min(int(found[2] or size - 1), size - 1)) if found else (0, size - 1)
     connection.sendall(
@@ -101,9 +118,15 @@ def _answer(connection: socket.socket, head: bytes, folder: Path, latency_s: flo
         return
     with path.open("rb") as file:
         while first <= last:
-            count = min(_CHUNK_BYTES, last + 1 - first) if limit.is_on else last + 1 - first
+            count = (stored if first < stored else size) - first
+            count = min(count, last + 1 - first, _CHUNK_BYTES if limit.is_on or own.is_on or first >= stored else size)
             limit.wait(count)
-            sent = os.sendfile(connection.fileno(), file.fileno(), first, count)
+            own.wait(count)
+            if first < stored:
+                sent = os.sendfile(connection.fileno(), file.fileno(), first, count)
+            else:
+                connection.sendall(memoryview(_ZEROS)[:count])
+                sent = count
             _SENT.add(sent)
             first += sent
 
@@ -133,7 +156,7 @@ class StoreServer:
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.store_server", str(folder), "0", "0"],
+            [sys.executable, "-m", "benchmarks.store_server", str(folder), "0", "0", "0", "0"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -159,15 +182,19 @@ class StoreServer:
 
 
 def main() -> None:
-    """Serve ``argv[1]``; each answer waits ``argv[2]`` seconds, and all together send ``argv[3]`` bytes per second."""
-    folder, latency_s, limit = Path(sys.argv[1]), float(sys.argv[2]), Limit(float(sys.argv[3]))
+    """Serve ``argv[1]``; each answer waits ``argv[2]`` seconds, and all together send ``argv[3]`` bytes per second.
+
+    Each file has at least ``argv[4]`` bytes, and each connection sends at most ``argv[5]`` bytes per second.
+    """
+    folder, latency_s, bytes_per_s, least_bytes, each = sys.argv[1:6]
+    served = Served(Path(folder), float(latency_s), Limit(float(bytes_per_s)), int(least_bytes), float(each))
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     print(listener.getsockname()[1], flush=True)
 
     def accept() -> None:
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_serve, args=(connection, folder, latency_s, limit), daemon=True).start()
+            threading.Thread(target=_serve, args=(connection, served), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     sys.stdin.read()

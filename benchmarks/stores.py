@@ -6,7 +6,8 @@ key-value store; and a plain client on sockets that reads into memory it has use
 `shardload.load_arrays` of a safetensors file at an address with the plain client, and with the same file on the disk.
 
     python -m benchmarks.stores clients [--gb 1] [--piece-mib 4] [--in-flight 16] [--latency-ms 0] [--mb-s 0] [--json]
-    python -m benchmarks.stores load    [--gb 1] [--latency-ms 0] [--mb-s 0] [--pairs 7] [--json]
+    python -m benchmarks.stores load    [--gb 1] [--latency-ms 0] [--mb-s 0] [--connection-mb-s 0]
+                                       [--layout rows] [--pairs 7] [--json]
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ NAME = "model.safetensors"
 
 
 @contextlib.contextmanager
-def server(folder: Path, latency_s: float, bytes_per_s: float = 0) -> Iterator[str]:
-    """Yield the address of a server of the folder."""
-    code = [sys.executable, "-m", "benchmarks.store_server", str(folder), str(latency_s), str(bytes_per_s)]
+def server(
+    folder: Path, latency_s: float, bytes_per_s: float = 0, *, least_bytes: int = 0, connection_bytes_per_s: float = 0
+) -> Iterator[str]:
+    """Yield the address of a server of the folder; its files have ``least_bytes`` or more, by zeros at their end."""
+    numbers = map(str, (latency_s, bytes_per_s, least_bytes, connection_bytes_per_s))
+    code = [sys.executable, "-m", "benchmarks.store_server", str(folder), *numbers]
     with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -187,7 +191,8 @@ def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     step, in_flight = args.piece_mib << 20, args.in_flight
     pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
-    with server(folder, args.latency_ms / 1e3, args.mb_s * 1e6) as address:
+    each = args.connection_mb_s * 1e6
+    with server(folder, args.latency_ms / 1e3, args.mb_s * 1e6, connection_bytes_per_s=each) as address:
         cases: dict[str, Callable[[], object]] = {
             "plain": lambda: plain(address, pieces, in_flight),
             "load": lambda: arrays(f"{address}/{NAME}"),
@@ -205,6 +210,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=16)
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--mb-s", type=float, default=0.0, help="what the server sends at most; 0 for no limit")
+    parser.add_argument("--connection-mb-s", type=float, default=0.0, help="what each connection sends at most (load)")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--layout", choices=["rows", "columns"], default="rows")
     parser.add_argument("--json", action="store_true")

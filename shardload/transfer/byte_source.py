@@ -28,11 +28,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
 import numpy as np
@@ -41,27 +39,20 @@ from numpy.typing import NDArray
 from shardload.errors import BudgetError, SourceError, SourceNotFoundError, TransferError
 from shardload.manifest import Decoded, Tensor
 from shardload.stores.location import Location
-from shardload.stores.store import UNIT_BYTES, File, PendingBytes, RemoteFile
-from shardload.transfer.geometry import SKIP_BYTES, regions
+from shardload.stores.store import UNIT_BYTES, File
+from shardload.transfer.geometry import regions
 from shardload.transfer.host_memory import memory
 from shardload.transfer.load_plan import Block, LoadPlan
 from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
 from shardload.transfer.scratch import BlockMemory
 from shardload.units import exact_bytes
 
-MAX_RANGE_UNITS = 4
-"""Most units (of 1 MiB each) that one request to a remote store asks for. 4 MiB take 70 ms at 60 MB/s per connection,
-so that a round trip hardly counts. Longer requests would leave fewer requests in flight."""
-_MAX_AHEAD_BYTES = 64 << 20
-"""Most bytes of memory for ranges of remote files (up to 4 MiB each) that were requested and are not yet used up.
-Sixteen ranges fit. Each thread may need two of them: one for itself, and one that it shares with a neighbouring block.
-With two threads, this leaves twelve ranges that are on their way."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
 """Smallest host-memory budget, in bytes, for a load from a remote store: ranges fetched in advance need it."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
 """Smallest host-memory budget, in bytes, with room for verified units (MiB) of files. With less, a load reads all bytes
 twice: to verify them, and to use them."""
-_IN_SCRATCH = ("staged", "packed")
+IN_SCRATCH = ("staged", "packed")
 """Values of `Block.how` for blocks that pass through scratch memory: only such blocks are read in units or ranges."""
 
 Unit = tuple[Location, int]
@@ -123,13 +114,24 @@ class ByteSource(ABC):
         Raises `DamagedError` for bytes that differ from their digest; `TransferError` or `OSError` if a read fails.
         """
 
+    def borrow(self, n_bytes: int, *, path: Location, offset: int) -> NDArray[np.uint8] | None:
+        """Return bytes of a file where they are in memory already, or ``None``: then `fill` copies them to scratch.
+
+        The caller passes them to `give_back` as soon as it has copied them.
+        """
+        del n_bytes, path, offset
+        return None
+
+    def give_back(self, n_bytes: int, *, path: Location, offset: int) -> None:  # noqa: B027 - optional
+        """Tell the source that borrowed bytes are no longer needed."""
+
     @abstractmethod
     def read_bytes(self, blocks: Sequence[Block]) -> int:
         """Return how many bytes a load has read for ``blocks``, with reads that only verify; its report shows this."""
 
     def verifies(self, block: Block) -> bool:
         """Whether `fill` verifies the bytes of a block as it delivers them, so that `check` need not read them."""
-        return block.how in _IN_SCRATCH
+        return block.how in IN_SCRATCH
 
     def check(self, block: Block, tensor: Tensor) -> None:
         """Verify the bytes of a block before the block is moved, unless `fill` will verify them."""
@@ -179,20 +181,6 @@ def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "
         return "ranges"
     has_room = plan.host_memory_bytes >= _MIN_UNITS_BUDGET_BYTES
     return "units" if has_room and (verifier is not None or is_verifying) else "files"
-
-
-def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> ByteSource:
-    """Create the `ByteSource` that delivers the bytes of a plan to ``threads`` threads; raises like `source_kind`."""
-    blocks = (block for block in plan.blocks if block.how in _IN_SCRATCH)
-    match source_kind(plan, verifier):
-        case "files":
-            return FileReads(verifier)
-        case "units":
-            kept = max(1, min(threads + 2, plan.host_memory_bytes // (8 * UNIT_BYTES)))
-            return UnitReads(blocks, kept_units=kept, verifier=verifier)
-        case "ranges":
-            limit = min(_MAX_AHEAD_BYTES, plan.host_memory_bytes // 4)
-            return RangeReads(blocks, limit_bytes=limit, threads=threads, verifier=verifier)
 
 
 class FileReads(ByteSource):
@@ -258,14 +246,14 @@ class UnitReads(ByteSource):
             if not part.size:
                 if self.verifier is not None:
                     self.verifier.check(path, offset, offset + n_bytes)  # raises: it knows the file's length
-                raise _too_short(path, offset + n_bytes)
+                raise too_short(path, offset + n_bytes)
             flat.write(part, at)
             at += part.size
         return n_bytes
 
     def release(self, block: Block) -> None:
         """Free the memory of the block's units that no later block needs."""
-        if block.how not in _IN_SCRATCH:
+        if block.how not in IN_SCRATCH:
             return
         with self._lock:
             for unit in _units_of(block):
@@ -279,7 +267,7 @@ class UnitReads(ByteSource):
         """Return the bytes read: those of all units, plus those of the blocks that are not read in units."""
         # A verifier counts the units, too, and what it read of other blocks.
         checked = self._unit_bytes if self.verifier is None else self.verifier.bytes_checked - self._checked_before
-        return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + checked
+        return sum(block.read_bytes for block in blocks if block.how not in IN_SCRATCH) + checked
 
     def _unit(self, unit: Unit) -> NDArray[np.uint8]:
         # 1. The unit in this thread's own buffer.
@@ -325,188 +313,8 @@ class UnitReads(ByteSource):
         return data
 
 
-@dataclass(slots=True, eq=False)
-class _Range:
-    """Neighbouring units (MiB) of a remote file that one request fetches, and the state of this request."""
-
-    path: Location
-    start: int
-    stop: int
-    """Offset in the file one past the range's last byte; it may lie past the end of the file."""
-    left_bytes: int = 0
-    """Bytes of the range that blocks still need; at 0, the range's memory is freed."""
-    pending: PendingBytes | None = None
-    data: memoryview | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def n_bytes(self) -> int:
-        """Length of the range in bytes; the file may end before the range does."""
-        return self.stop - self.start
-
-
-class _Runs:
-    """Where in files there are bytes that blocks need, without a gap that is worth another request.
-
-    Processes that load together read neighbouring parts of each tensor: a range across such a gap would fetch what
-    another process reads.
-    """
-
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        spans: dict[Location, list[tuple[int, int]]] = {}
-        for block in blocks:
-            if any(_units_of(block)):
-                spans.setdefault(block.path, []).append(_span(block))
-        self._starts: dict[Location, list[int]] = {}
-        for path, found in spans.items():
-            skipped = 1 if path.store.is_verifying else SKIP_BYTES
-            starts, end = self._starts.setdefault(path, []), -SKIP_BYTES
-            for start, stop in sorted(found):
-                if start - end >= skipped:
-                    starts.append(start)
-                end = max(end, stop)
-
-    def number(self, path: Location, offset: int) -> int:
-        """Return the number of the run that contains this byte of a file."""
-        return bisect_right(self._starts[path], offset)
-
-
-def _span(block: Block) -> tuple[int, int]:
-    """Return where the bytes that are fetched for a block begin and end; digests are for whole units."""
-    start, stop = block.offset, block.offset + block.read_bytes
-    if block.path.store.is_verifying:
-        return start // UNIT_BYTES * UNIT_BYTES, -(-stop // UNIT_BYTES) * UNIT_BYTES
-    return start, stop
-
-
-class RangeReads(ByteSource):
-    """Requests ranges of remote files (up to 4 MiB) in advance; their bytes are verified only if the store does so."""
-
-    def __init__(
-        self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
-    ) -> None:
-        """Decide which ranges to request for ``blocks``, all of which pass through scratch memory.
-
-        ``verifier``, if any, reads and verifies the bytes of a load's other blocks before they are used.
-        """
-        super().__init__(verifier)
-        self.shared_bytes = limit_bytes
-        # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
-        most = max(1, min(MAX_RANGE_UNITS, limit_bytes // (4 * threads * UNIT_BYTES))) * UNIT_BYTES
-        self.ahead_bytes = max(most, limit_bytes - 2 * threads * most)
-        self.held_bytes = self.peak_bytes = 0
-        self._range_bytes = 0
-        self._ranges: list[_Range] = []
-        self._of: dict[tuple[Unit, int], _Range] = {}
-        self._next = 0
-        self._lock = threading.Lock()
-        wanted = list(blocks)
-        self._runs = _Runs(wanted)
-        for block in wanted:
-            self._add(block, most)
-
-    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy bytes of a file into scratch from the ranges that were requested in advance; see `ByteSource.fill`."""
-        at = 0
-        while at < n_bytes:
-            wanted = self._of[(path, (offset + at) // UNIT_BYTES), self._runs.number(path, offset + at)]
-            skip = offset + at - wanted.start
-            part = np.frombuffer(self._data(wanted)[skip : skip + n_bytes - at], np.uint8)
-            if not part.size:
-                raise _too_short(path, offset + n_bytes)
-            flat.write(part, at)
-            at += part.size
-            with self._lock:
-                wanted.left_bytes -= part.size
-                if wanted.left_bytes <= 0:
-                    wanted.data = wanted.pending = None
-                    self.held_bytes -= wanted.n_bytes
-                    self._top_up()
-        return n_bytes
-
-    def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes read: those of all ranges received, plus those of blocks that are not read in ranges."""
-        return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + self._range_bytes
-
-    def cancel(self) -> None:
-        """Cancel the requests for ranges that are on their way, and send no more."""
-        with self._lock:
-            # Nothing new begins: `_top_up` is past the last range.
-            self._next = len(self._ranges)
-            for one in self._ranges:
-                if one.pending is not None:
-                    one.pending.cancel()
-
-    def _add(self, block: Block, most_bytes: int) -> None:
-        for path, unit in _units_of(block):
-            run = self._runs.number(path, block.offset)
-            first, end = unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES
-            start, stop = max(block.offset, first), min(block.offset + block.read_bytes, end)
-            n_bytes = stop - start
-            if path.store.is_verifying:
-                start, stop = first, end  # digests are for whole units
-            one = self._of.get(((path, unit), run))
-            # A unit that two blocks share belongs to one range, which is released after both.
-            if one is None:
-                # A range grows as long as the next needed unit follows, without a long gap.
-                one = self._of.get(((path, unit - 1), run))
-                if one is None or one is not self._ranges[-1] or stop - one.start > most_bytes:
-                    one = _Range(path, start, stop)
-                    self._ranges.append(one)
-                self._of[(path, unit), run] = one
-            one.start, one.stop = min(one.start, start), max(one.stop, stop)
-            one.left_bytes += n_bytes
-
-    def _data(self, wanted: _Range) -> memoryview:
-        with self._lock:
-            # Begun even above the limit: a thread that needs a range now must not wait for others to release theirs.
-            if wanted.pending is None and wanted.data is None:
-                self._start(wanted)
-            self._top_up()
-        # Not under `_lock`: while one thread waits for the network, the others go on.
-        with wanted.lock:
-            if wanted.data is None:
-                assert wanted.pending is not None
-                wanted.data = wanted.pending.result()
-                with self._lock:
-                    self._range_bytes += wanted.data.nbytes
-            return wanted.data
-
-    def _top_up(self) -> None:
-        while self._next < len(self._ranges):
-            one = self._ranges[self._next]
-            if one.pending is None and one.data is None and one.left_bytes > 0:
-                # Stop, never skip: ranges are needed in this order, and a shorter one further on would take the room.
-                if self.held_bytes + one.n_bytes > self.ahead_bytes:
-                    return
-                self._start(one)
-            self._next += 1
-
-    def _start(self, one: _Range) -> None:
-        file = self.open(one.path)
-        # A store may have a local copy of a small file, and a plan may have local files, too.
-        is_here = not one.path.store.is_remote or file.descriptor is not None
-        one.pending = _LocalBytes(file, one) if is_here else cast("RemoteFile", file).begin(one.start, one.stop)
-        self.held_bytes += one.n_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-
-class _LocalBytes:
-    """Takes the place of a request to a remote store if the file is local: `result` reads the range from the file."""
-
-    def __init__(self, file: File, one: _Range) -> None:
-        self._file, self._start, self._stop = file, one.start, min(one.stop, file.n_bytes)
-
-    def result(self) -> memoryview:
-        data = memoryview(bytearray(max(0, self._stop - self._start)))
-        self._file.read_into(data, self._start)
-        return data
-
-    def cancel(self) -> None:
-        pass
-
-
-def _too_short(path: Location, stop: int) -> TransferError:
+def too_short(path: Location, stop: int) -> TransferError:
+    """Return the error for a file that ends before byte ``stop``, which its headers promise."""
     return TransferError(f"Cannot read {path}: it ends before byte {stop}. It changed since its headers were read")
 
 

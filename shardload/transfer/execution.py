@@ -38,7 +38,7 @@ from shardload.errors import BudgetError
 from shardload.manifest import Manifest
 from shardload.sharding.layout import Bounds
 from shardload.stores.store import UNIT_BYTES
-from shardload.transfer.byte_source import Verifier, byte_source, source_kind
+from shardload.transfer.byte_source import Verifier, source_kind
 from shardload.transfer.casts import needs_64_bits
 from shardload.transfer.direct_io import ALIGNMENT, DIRECT_THREADS, PIECE_BYTES, DirectReads
 from shardload.transfer.host_memory import Budget, UploadBuffer, UploadMemory, arena_bytes
@@ -58,6 +58,7 @@ from shardload.transfer.placement import (
     widens_on_device,
 )
 from shardload.transfer.planning import SCRATCH_BYTES
+from shardload.transfer.sources import byte_source
 from shardload.transfer.workers import BlockCopier, BlockTimes, Task, WorkerThreads, default_threads
 from shardload.units import exact_bytes
 

@@ -132,9 +132,10 @@ class RowCopy:
             self.dtype = np.dtype(bits) if run is None else run
             self.target = self.target.view(self.dtype)
 
-    def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return a NumPy view of this part's elements in ``scratch``, for as many rows as scratch has at a time."""
-        return np.ndarray(self.shape, self.dtype, scratch.data, self.offset, self.strides)
+    def source(self, scratch: NDArray[np.uint8], *, rows: int | None = None) -> NDArray[Any]:
+        """Return a NumPy view of this part's elements in ``scratch``: of ``rows``, by default as many as fit there."""
+        shape = self.shape if rows is None else (rows, *self.shape[1:])
+        return np.ndarray(shape, self.dtype, scratch.data, self.offset, self.strides)
 
     def move(self, source: NDArray[Any], start: int, stop: int) -> None:
         """Copy this part's elements of the block's rows ``start`` to ``stop``; row ``start`` is row 0 of ``source``."""

@@ -212,9 +212,12 @@ class BlockCopier:
         """Read small neighbouring blocks of a file in one read, and copy each into the shard buffers of its task."""
         first, last = tasks[0].block, tasks[-1].block
         began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
-        whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
+        borrowed = self.source.borrow(n_bytes, path=first.path, offset=first.offset)
+        whole = BlockMemory(self._scratch(n_bytes) if borrowed is None else borrowed, np.dtype(np.uint8), 0)
         try:
-            arrived = self.source.fill(whole, n_bytes, path=first.path, offset=first.offset)
+            arrived = n_bytes
+            if borrowed is None:
+                arrived = self.source.fill(whole, n_bytes, path=first.path, offset=first.offset)
         except OSError as error:
             if isinstance(error, ShardloadError):
                 raise
@@ -231,6 +234,8 @@ class BlockCopier:
                 flat = BlockMemory(whole.memory[at : at + block.read_bytes], task.tensor.dtype, block.start)
                 for part in task.parts:
                     copy(part.target, flat.source(part))
+        if borrowed is not None:
+            self.source.give_back(n_bytes, path=first.path, offset=first.offset)
         return BlockTimes(read - began, time.perf_counter() - read)
 
     def _move(self, task: Task) -> BlockTimes:
@@ -255,26 +260,31 @@ class BlockCopier:
         """Move a staged block: read as much of it as fits into scratch, copy that to the shards, and repeat."""
         block = task.block
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
-        padding = block.step // task.row * PAD_BYTES if task.row else 0
-        flat = _flat(self._scratch(block.step * itemsize + padding), block, task.tensor, task.row)
-        # Each fill overwrites the same scratch, so the views of it are made once per block.
-        row_copies = [(row_copy, row_copy.source(flat.memory)) for row_copy in task.row_copies]
-        rows = block.step // block.row_elements if row_copies else 0
+        filled: _Staged | None = None
         read_s = copy_s = 0.0
         for step, start in enumerate(range(0, elements, block.step)):
             began = time.perf_counter()
             n_bytes = min(block.step, elements - start) * itemsize
-            offset = block.offset + start * itemsize
-            self._check(block, offset, n_bytes, self.source.fill(flat, n_bytes, path=block.path, offset=offset))
+            place: Any = {"path": block.path, "offset": block.offset + start * itemsize}
+            # Rows that need padding are copied to scratch, where they get it.
+            borrowed = None if task.row else self.source.borrow(n_bytes, **place)
+            if borrowed is None:
+                # Each fill overwrites the same scratch, so the views of it are made once per block.
+                filled = filled or self._staged(task)
+                self._check(block, place["offset"], n_bytes, self.source.fill(filled.flat, n_bytes, **place))
             read = time.perf_counter()
-            # Fill ``step`` has the rows from ``step * rows`` on. If the last fill is short, so are the parts.
-            for row_copy, source in row_copies:
-                row_copy.move(source, step * rows, step * rows + rows)
-            if not row_copies:
-                for part in task.parts:
-                    copy(part.target, flat.source(part))
+            staged = filled if borrowed is None else _Staged.of(task, borrowed)
+            assert staged is not None
+            staged.copy_step(step)
+            if borrowed is not None:
+                del staged, borrowed  # views of the memory that is freed now
+                self.source.give_back(n_bytes, **place)
             read_s, copy_s = read_s + read - began, copy_s + time.perf_counter() - read
         return BlockTimes(read_s, copy_s)
+
+    def _staged(self, task: Task) -> _Staged:
+        padding = task.block.step // task.row * PAD_BYTES if task.row else 0
+        return _Staged.of(task, self._scratch(task.block.step * task.tensor.dtype.itemsize + padding))
 
     def _decode(self, block: Block, tensor: Tensor) -> BlockMemory:
         assert isinstance(tensor.storage, Decoded)
@@ -318,6 +328,36 @@ class BlockCopier:
                 f"Cannot read tensor {block.tensor!r}: {block.path} ends early. Found {exact_bytes(received)} at "
                 f"offset {offset}, expected {expected}. The file changed while it was read; copy or download it again"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A step of a block in memory, and views of it for the copies from there."""
+
+    task: Task
+    flat: BlockMemory
+    row_copies: Sequence[tuple[RowCopy, NDArray[Any]]]
+
+    @classmethod
+    def of(cls, task: Task, memory: NDArray[np.uint8]) -> _Staged:
+        """Make the views of memory that has a whole step, or the last one of a block, which may be shorter."""
+        block, itemsize = task.block, task.tensor.dtype.itemsize
+        flat = _flat(memory, block, task.tensor, task.row)
+        rows = None
+        if block.row_elements and memory.nbytes < block.step * itemsize:
+            rows = memory.nbytes // (block.row_elements * itemsize)
+        return cls(task, flat, [(row_copy, row_copy.source(memory, rows=rows)) for row_copy in task.row_copies])
+
+    def copy_step(self, step: int) -> None:
+        """Copy the elements of step number ``step`` to the shards."""
+        # Step ``step`` has the rows from ``step * rows`` on. If the last one is short, so are the parts.
+        block = self.task.block
+        rows = block.step // block.row_elements if self.row_copies else 0
+        for row_copy, source in self.row_copies:
+            row_copy.move(source, step * rows, step * rows + rows)
+        if not self.row_copies:
+            for part in self.task.parts:
+                copy(part.target, self.flat.source(part))
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:

@@ -12,15 +12,15 @@ import shardload
 from shardload.errors import TransferError
 from shardload.runs.listing import list_steps
 
-RANGES = 5
-"""Data ranges of the file: 20 MiB in ranges of at most 4 MiB."""
+ARRAYS = 5
+"""Arrays of 4 MiB in the file: 20 MiB of data."""
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     root = tmp_path_factory.mktemp("bucket")
     (root / "plain").mkdir()
-    tensors = {f"t{i}": np.full((1024, 1024), i, np.float32) for i in range(RANGES)}
+    tensors = {f"t{i}": np.full((1024, 1024), i, np.float32) for i in range(ARRAYS)}
     save_file(tensors, root / "plain" / "model.safetensors")
     save_step(model(), root / "run", 7)
     return root
@@ -44,7 +44,7 @@ def rows(name, shape):
 @pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
 def test_a_file_needs_one_request_besides_its_data(store, scheme):
     shardload.load_arrays(f"{getattr(store, scheme)}/plain/model.safetensors", rows, mesh="1x8")
-    assert len(store.headers) == RANGES + 1
+    assert others(store) == 1 and len(store.headers) <= 1 + 2 * ARRAYS
 
 
 @pytest.mark.parametrize(("scheme", "more"), [("http", 5), ("s3", 3), ("gs", 3)])
@@ -52,7 +52,7 @@ def test_a_folder_needs_a_few_more(store, scheme, more):
     """Its list (an index page comes after a redirect), digests.json, and the header of the file."""
     store.has_index = True
     shardload.load_arrays(f"{getattr(store, scheme)}/plain", rows, mesh="1x8")
-    assert len(store.headers) <= RANGES + more
+    assert others(store) <= more
     assert twice(store) <= {"plain"}
 
 
@@ -73,6 +73,12 @@ def test_a_run_is_asked_for_its_newest_step_once(store, scheme):
     store.requests.clear()
     assert [info.step for info in list_steps(f"{getattr(store, scheme)}/run")] == [7]
     assert twice(store) <= {"run"}
+
+
+def others(store):
+    """Requests for something else than the data; ranges of these are of 2 to 4 MiB, as the server is fast or slow."""
+    data = [wanted for _, key, wanted, _ in store.requests if key == "plain/model.safetensors" and wanted[1] > 262143]
+    return len(store.headers) - len(data)
 
 
 def twice(store):

@@ -22,7 +22,7 @@ from shardload.runs.digests import Digests
 from shardload.runs.listing import list_steps
 from shardload.runs.remote_store import open_step
 from shardload.stores.remote import location_of
-from shardload.transfer import byte_source, execution
+from shardload.transfer import execution, range_reads
 from shardload.verifying import verify
 
 MIB = 1 << 20
@@ -107,7 +107,7 @@ def test_of_weights_only_weights_are_fetched(objects, store):
 @pytest.mark.slow
 def test_a_small_budget_is_kept(objects, store, monkeypatch):
     made = []
-    monkeypatch.setattr(byte_source.RangeReads, "cancel", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
+    monkeypatch.setattr(range_reads.RangeReads, "cancel", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
     target = build()
     report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes="16MiB")
     assert same(target, objects[1])

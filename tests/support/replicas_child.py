@@ -13,6 +13,7 @@ import jax
 import keras
 import ml_dtypes
 import numpy as np
+import remote_mix
 import together_child
 from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
@@ -185,6 +186,16 @@ def stored(mesh, folder, address):
     tell(wrong=wrong, exchanged=shardload.report(model).cluster.exchanged)
 
 
+def remote(mesh, url, replicas):
+    """Load a file at an address together, and compare each shard; who serves it counts the bytes."""
+    values = {n: v.T if remote_mix.turned(n, v.shape) else v for n, v in remote_mix.tensors().items()}
+    options = {"mesh": mesh, "transpose": remote_mix.turned, "replicas": replicas}
+    found = shardload.load_arrays(f"{url}/model.safetensors", remote_mix.mix, **options)
+    wrong = [name for name, value in values.items() for shard in found[name].addressable_shards
+             if np.asarray(shard.data).tobytes() != np.ascontiguousarray(value[shard.index]).tobytes()]  # fmt: skip
+    tell(wrong=wrong, needed=sum(value.nbytes for value in values.values()))
+
+
 def die(mesh, source, kind):
     """Load together; process 1 is killed, stopped or raises when it comes to its first exchange."""
     if jax.process_index() == 1:
@@ -203,8 +214,8 @@ def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
-    calls = {"transfer": transfer, "load": load, "arrays": arrays, "restore": restore, "stored": stored, "die": die}
-    calls[do](mesh, folder, replicas)
+    calls = (transfer, load, arrays, restore, stored, remote, die)
+    {call.__name__: call for call in calls}[do](mesh, folder, replicas)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import pytest
 
 from shardload.errors import DamagedError
 from shardload.stores.location import Location
-from shardload.transfer.byte_source import MAX_RANGE_UNITS, RangeReads
 from shardload.transfer.geometry import SKIP_BYTES
 from shardload.transfer.planning import Block
+from shardload.transfer.range_reads import RangeReads
+from shardload.transfer.ranges import MAX_RANGE_BYTES
 from shardload.transfer.scratch import BlockMemory
 
 MIB = 1 << 20
@@ -21,7 +22,7 @@ DATA = np.random.default_rng(0).integers(0, 256, 37 * MIB + 12345, np.uint8)
 class Store:
     """A store with one file, which is the file too, and counts what is asked of it."""
 
-    n_bytes, descriptor, is_remote = DATA.nbytes, None, True
+    n_bytes, descriptor, is_remote, pace = DATA.nbytes, None, True, None
 
     def __init__(self, *, error=None, is_verifying=True):
         self.asked, self.cancelled, self.error, self.is_verifying = [], 0, error, is_verifying
@@ -121,14 +122,14 @@ def test_where_nothing_is_verified_only_needed_bytes_are_fetched(seed, threads, 
     assert reads.held_bytes == 0 and max(stop - start for start, stop in store.asked) >= 2 * MIB
 
 
-def test_blocks_share_a_range_but_for_long_gaps():
+def test_blocks_share_a_range_until_too_much_would_be_read_for_nothing():
     store = Store(is_verifying=False)
-    places = [(100, 200), (100_000, 100_001), (500_000, 500_001), (30 * MIB + 5, 30 * MIB + 7)]
+    places = [(100, 200), (20_000, 20_001), (50_000, 50_001), (30 * MIB + 5, 30 * MIB + 7)]
     wanted = [block(store, *place) for place in places]
     reads = RangeReads(wanted, limit_bytes=64 * MIB, threads=1)
     for one in wanted:
         assert np.array_equal(read(reads, one, MIB), DATA[one.offset : one.offset + one.read_bytes])
-    assert store.asked == [(100, 100_001), *places[2:]]
+    assert store.asked == [(100, 20_001), *places[2:]]  # the second gap would make it 49,800 bytes
     assert reads.held_bytes == 0
 
 
@@ -136,7 +137,7 @@ def test_neighbours_come_in_one_request_and_several_at_a_time(store):
     wanted = [block(store, at, min(at + 4 * MIB, DATA.nbytes)) for at in range(0, DATA.nbytes, 4 * MIB)]
     reads = RangeReads(wanted, limit_bytes=64 * MIB, threads=2)
     read(reads, wanted[0], MIB)
-    assert store.asked[:8] == [(at * MIB, (at + 4) * MIB) for at in range(0, 32, 4)] and MAX_RANGE_UNITS == 4
+    assert store.asked[:8] == [(at * MIB, (at + 4) * MIB) for at in range(0, 32, 4)] and MAX_RANGE_BYTES == 4 * MIB
 
 
 def test_a_gap_is_not_fetched(store):
