@@ -5,7 +5,8 @@
     rate      from the page cache to the GPU, against copies of as many bytes from pinned and from ordinary memory
     token     seconds from the call to the first token, in a process of its own, against KerasHub
     ready     seconds to the first result of `predict`, with and without ``warm_up``, and with JAX's compilation cache
-    saving    how long a save in the background blocks, against `jax.device_get` of the same arrays; what it restores
+    saving    how long a save in the background blocks, against `jax.device_get` of the same arrays; what it restores;
+              the same with pinned memory (SHARDLOAD_PINNED_SAVES=1)
 
     python -m benchmarks.gpu [--model gemma2_2b] [--scale 1] [--only rate] [--pairs 5] [--out numbers.json]
 
@@ -340,6 +341,9 @@ def measure(
                 for side in ("ours", "peer") if index % 2 else ("peer", "ours"):
                     runs[side].append(child("token", folder, "--side", side))
             keep("token", runs)
+        elif part == "saving":
+            keep("saving", child("saving", folder, *pairs))
+            keep("saving, pinned", child("saving", folder, *pairs, SHARDLOAD_PINNED_SAVES="1"))
         elif part == "ready":
             keep("ready", interleaved_ready(folder, options.pairs))
         else:
