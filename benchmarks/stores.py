@@ -8,6 +8,10 @@ key-value store; and a plain client on sockets that reads into memory it has use
     python -m benchmarks.stores clients [--gb 1] [--piece-mib 4] [--in-flight 16] [--latency-ms 0] [--mb-s 0] [--json]
     python -m benchmarks.stores load    [--gb 1] [--latency-ms 0] [--mb-s 0] [--connection-mb-s 0]
                                        [--layout rows] [--pairs 7] [--json]
+    python -m benchmarks.stores cache   [--gb 1] [--latency-ms 0] [--mb-s 0] [--pairs 7] [--cold] [--json]
+
+``cache`` loads the file at the address without a cache, with an empty one (first start), with a full one (second
+start), and from the disk, in turn; ``--cold`` drops the file and the cache from the page cache before each.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -169,26 +175,33 @@ def write_random(path: Path, gb: float) -> int:
     return count << 24
 
 
-def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Compare a load from an address with a plain download of the same bytes, and with the file on the disk."""
+def _array_load(layout: str) -> Callable[[str], None]:
+    """Return a function that loads all arrays of a file, split by ``rows`` or ``columns`` over eight devices."""
     import jax
     from jax.sharding import PartitionSpec
 
     import shardload
+
+    mesh = jax.make_mesh((8,), ("model",))
+    dims = {"rows": PartitionSpec("model"), "columns": PartitionSpec(None, "model")}[layout]
+
+    def spec(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return dims if len(shape) == 2 else PartitionSpec()
+
+    def arrays(source: str) -> None:
+        jax.block_until_ready(shardload.load_arrays(source, spec, mesh=mesh))
+
+    return arrays
+
+
+def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare a load from an address with a plain download of the same bytes, and with the file on the disk."""
     from benchmarks.checkpoint import write_safetensors
 
     path = write_safetensors(folder, int(args.gb * 1e9))
     path = path.rename(folder / NAME)
     size = path.stat().st_size
-    mesh = jax.make_mesh((8,), ("model",))
-    dims = {"rows": PartitionSpec("model"), "columns": PartitionSpec(None, "model")}[args.layout]
-
-    def layout(name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        return dims if len(shape) == 2 else PartitionSpec()
-
-    def arrays(source: str) -> None:
-        jax.block_until_ready(shardload.load_arrays(source, layout, mesh=mesh))
-
+    arrays = _array_load(args.layout)
     step, in_flight = args.piece_mib << 20, args.in_flight
     pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
     each = args.connection_mb_s * 1e6
@@ -201,10 +214,91 @@ def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         return compare(cases, floor="plain", pairs=args.pairs, n_bytes=size)
 
 
+def cache(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare first and second starts with the cache of ranges with loads without it, and from the disk."""
+    import shardload
+    from benchmarks.checkpoint import write_safetensors
+
+    (folder / "files").mkdir()
+    path = write_safetensors(folder / "files", int(args.gb * 1e9))
+    path = path.rename(path.with_name(NAME))
+    arrays = _array_load(args.layout)
+    left_out: list[int] = []
+    times: dict[str, list[tuple[float, float]]] = {"without": [], "first": [], "second": [], "local": []}
+    with server(path.parent, args.latency_ms / 1e3, args.mb_s * 1e6) as address:
+        source = f"{address}/{NAME}"
+        for turn in range(-1, args.pairs):
+            place = folder / f"cache-{turn}"
+            cases: list[tuple[str, Path | None, str]] = [
+                ("without", None, source),
+                ("first", place, source),
+                ("second", place, source),
+                ("local", None, str(path)),
+            ]
+            # A second start follows a first one; otherwise, the order changes from turn to turn.
+            for name, directory, what in cases if turn % 2 else [cases[3], cases[1], cases[2], cases[0]]:
+                if args.cold:
+                    _drop(folder)
+                with shardload.cache(directory, size="100GB"):
+                    found = timed(lambda what=what: arrays(what))  # type: ignore[misc]
+                    if name == "first":
+                        left_out.append(_completed(lambda: arrays(source)))
+                if turn >= 0:
+                    times[name].append(found)
+            shutil.rmtree(place)
+    size = path.stat().st_size
+    rows = _cache_rows(times, size)
+    rows["first"]["left_out"] = statistics.median(left_out) / size
+    return rows
+
+
+def _completed(again: Callable[[], None]) -> int:
+    """Return how many bytes the disk was too slow for at a first start, and load again until the cache has all."""
+    from shardload.stores.cache_choice import current_cache
+
+    used = current_cache()
+    assert used is not None
+    used.settle(60.0)
+    first = used.traffic.left_out
+    counted, is_complete = first, not first
+    while not is_complete:
+        again()
+        used.settle(60.0)
+        is_complete, counted = used.traffic.left_out == counted, used.traffic.left_out
+    return first
+
+
+def _cache_rows(times: dict[str, list[tuple[float, float]]], n_bytes: int) -> dict[str, Any]:
+    rows: dict[str, Any] = {
+        name: {
+            "gb_s": n_bytes / 1e9 / statistics.median(wall for wall, _ in runs),
+            "cpu_s_per_gb": statistics.median(cpu for _, cpu in runs) / (n_bytes / 1e9),
+        }
+        for name, runs in times.items()
+    }
+    for name, base in (("first", "without"), ("second", "local"), ("second", "without")):
+        pairs = list(zip(times[name], times[base], strict=True))
+        ratios = {"time": sorted(a[0] / b[0] for a, b in pairs), "cpu": sorted(a[1] / b[1] for a, b in pairs)}
+        for what, found in ratios.items():
+            quartiles = [found[len(found) // 4], statistics.median(found), found[-1 - len(found) // 4]]
+            rows[name][f"{what}_over_{base}"] = quartiles
+    return rows
+
+
+def _drop(folder: Path) -> None:
+    """Drop all files below a folder from the page cache, once what was written is on the disk."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
 def main() -> None:
     """Run one comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clients", "load"])
+    parser.add_argument("what", choices=["clients", "load", "cache"])
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--piece-mib", type=int, default=4)
     parser.add_argument("--in-flight", type=int, default=16)
@@ -212,13 +306,22 @@ def main() -> None:
     parser.add_argument("--mb-s", type=float, default=0.0, help="what the server sends at most; 0 for no limit")
     parser.add_argument("--connection-mb-s", type=float, default=0.0, help="what each connection sends at most (load)")
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--cold", action="store_true", help="drop files from the page cache before each load")
     parser.add_argument("--layout", choices=["rows", "columns"], default="rows")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardload-stores-") as name:
-        found = {"clients": clients, "load": load}[args.what](Path(name), args)
+        found = {"clients": clients, "load": load, "cache": cache}[args.what](Path(name), args)
     if args.json:
         print(json.dumps({"arguments": vars(args), "results": found}, indent=1))
+        return
+    if args.what == "cache":
+        for case, row in found.items():
+            ratios = (
+                f"{key.replace('_', ' ')} {q[1]:.2f} ({q[0]:.2f}-{q[2]:.2f})" for key, q in row.items() if "over" in key
+            )
+            print(f"{case:8} {row['gb_s']:6.2f} GB/s {row['cpu_s_per_gb']:6.2f} CPU-s/GB  {'; '.join(ratios)}")
+        print(f"first start: {100 * found['first']['left_out']:.0f} % left out, as the disk was too slow")
         return
     for case, row in found.items():
         low, high = row["quartiles"]
@@ -229,8 +332,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import os
-
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     os.environ.setdefault("KERAS_BACKEND", "jax")
     main()

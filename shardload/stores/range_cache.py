@@ -2,7 +2,7 @@
 
     find(object, start, stop)    |--- stored ---|-- gap --|--- stored ---|      the gaps are requested from the store
     read_into(buffer, piece)     reads a stored piece and compares it with its digests
-    keep(object, start, data)    ─► queue ─► one thread writes ─► a range on disk
+    keep(object, start, data)    ─► queue ─► threads write ─► a range on disk
 
 Keeping never makes a load wait, and never fails it. If the disk does not keep up, ranges are left out, which the next
 start fetches and stores. If the folder cannot be written to, nothing is stored from then on, with one warning.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import bisect
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -25,8 +26,13 @@ from shardload.stores.cache_space import make_room, remove_leftovers
 from shardload.stores.range_files import MOST_RANGE_BYTES, CachedObject, CacheFolder, Segment, address_folder
 from shardload.units import format_bytes
 
-_QUEUED_BYTES = 32 << 20
-"""Most bytes that wait to be written, on top of a load's budget: they arrived, and are used meanwhile."""
+_QUEUED_BYTES = 64 << 20
+"""Most bytes that wait to be written, on top of a load's budget: as many as are in flight from a store."""
+_WRITERS = 4
+"""Most threads that write, and at most half of the machine's cores: where memory is full, each page of a file costs the
+kernel so much time that one thread writes 0.4 GB/s."""
+_NICENESS = 10
+"""Priority of these threads, lower than that of the load, where all cores are busy."""
 _LEAST_HIT_BYTES = 256 << 10
 """A stored piece between two gaps that has fewer bytes is fetched with them: two requests cost more."""
 _TOUCH_S = 60.0
@@ -244,13 +250,14 @@ class _Task:
 
 
 class _Writer:
-    """The thread that writes ranges to a cache; it begins with the first one."""
+    """The threads that write ranges to a cache; they begin with the first one."""
 
     def __init__(self, cache: RangeCache) -> None:
         self._cache = cache
         self._tasks: deque[_Task] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
+        self._counting = threading.Lock()
         self._has_begun = self._is_off = False
         self._total: int | None = None
         """Bytes in the folder when they were counted last, and what was written since; ``None`` before the first."""
@@ -268,7 +275,8 @@ class _Writer:
             self._changed.notify_all()
             if not self._has_begun:
                 self._has_begun = True
-                threading.Thread(target=self._run, name="writer-of-range-cache", daemon=True).start()
+                for _ in range(max(1, min(_WRITERS, (os.cpu_count() or 1) // 2))):
+                    threading.Thread(target=self._run, name="writer-of-range-cache", daemon=True).start()
                 atexit.register(self.settle, _SETTLE_S)
         return True
 
@@ -278,6 +286,8 @@ class _Writer:
             self._changed.wait_for(lambda: not self._queued_bytes, timeout_s)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # of this thread, as Linux has it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         remove_leftovers(self._cache.folder)
         while True:
             with self._changed:
@@ -296,12 +306,13 @@ class _Writer:
             del task  # its memory, while this thread waits
 
     def _write(self, task: _Task) -> None:
-        if self._is_off or not self._has_room(task):
-            self._cache.left_out(len(task.data))
-            return
+        with self._counting:
+            if self._is_off or not self._has_room(task):
+                self._cache.left_out(len(task.data))
+                return
+            self._since_scan += len(task.data)
+            self._total = (self._total or 0) + len(task.data)
         self._cache.folder.write(task.found, task.start, task.data)
-        self._since_scan += len(task.data)
-        self._total = (self._total or 0) + len(task.data)
         self._cache.stored(task.found, (task.start, task.start + len(task.data)))
 
     def _has_room(self, task: _Task) -> bool:

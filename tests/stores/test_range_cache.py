@@ -332,9 +332,9 @@ def test_a_read_only_folder_is_read():
 def test_a_disk_that_does_not_keep_up_has_ranges_left_out(cache, monkeypatch):
     busy = threading.Event()
     monkeypatch.setattr(range_files, "write_everything", lambda *_: busy.wait())
-    for turn in range(64):  # a MiB each
+    for turn in range(128):  # a MiB each
         cache.keep(CachedObject("s3://bucket/m", f"etag {turn}", len(DATA)), 0, memoryview(DATA), used_since_s=0.0)
-    assert cache.traffic.left_out == 32 << 20
+    assert cache.traffic.left_out == 64 << 20
     busy.set()
     cache.settle()
 
