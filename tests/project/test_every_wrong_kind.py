@@ -65,6 +65,11 @@ def save(**arguments):
     Checkpointer(new()).save(**arguments)
 
 
+def cached(directory, size):
+    with shardload.cache(directory, size=size):
+        pass
+
+
 # A function, and arguments that it works with.
 CALLS = {
     "AutoShardDistribution": (shardload.AutoShardDistribution, lambda: {"mesh": "2x4"}),
@@ -80,6 +85,7 @@ CALLS = {
     "all_gather": (parallel.all_gather, lambda: {**placed(), "axis": 0}),
     "all_reduce": (parallel.all_reduce, placed),
     "autoconfig": (parallel.autoconfig, lambda: {"model": dense(), "device_count": 2}),
+    "cache": (cached, lambda: {"directory": new(), "size": "1GiB"}),
     "check_numbers": (parallel.check_numbers, checked),
     "check_placement": (parallel.check_placement, lambda: {k: v for k, v in checked().items() if k != "inputs"}),
     "choose": (parallel.choose, lambda: {"model": dense(), "mesh": "1x8"}),
