@@ -20,10 +20,10 @@ DEFAULT_SIZE = "100GiB"
 
 
 class CacheInUse:
-    """What `cache` returns: in a ``with`` block, the cache is used until its end."""
+    """What `cache` returns: in a ``with`` block, the cache is used until its end, when all that it keeps is written."""
 
-    def __init__(self, before: list[RangeCache | None]) -> None:
-        self._before = before
+    def __init__(self, before: list[RangeCache | None], used: RangeCache | None) -> None:
+        self._before, self._used = before, used
 
     def __enter__(self) -> None:
         return None
@@ -33,6 +33,8 @@ class CacheInUse:
     ) -> None:
         with _choices:
             _chosen[:] = self._before
+        if self._used is not None:
+            self._used.settle()
 
 
 @suggests_arguments
@@ -62,7 +64,7 @@ def cache(directory: str | os.PathLike[str] | None, *, size: int | str = DEFAULT
     with _choices:
         before = _chosen.copy()
         _chosen[:] = [found]
-    return CacheInUse(before)
+    return CacheInUse(before, found)
 
 
 _chosen: list[RangeCache | None] = []
