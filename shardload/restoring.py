@@ -121,7 +121,7 @@ def restore(
         replicas=replicas,
     )
     restored = run_restore(request)
-    if items == "all" and restored.info.url is None:  # runs continue in their own local folder
+    if items == "all":
         record_of(request.model).restored = restored.info
     return restored.report
 

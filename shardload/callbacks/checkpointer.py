@@ -36,9 +36,10 @@ from shardload.runs.contents import (
     iterator_record,
     restore_iterator,
 )
-from shardload.runs.listing import Which, list_steps
+from shardload.runs.listing import Which, steps_of_run
 from shardload.runs.saver import StepSaver, check_flags, save_topics
 from shardload.runs.step import StepInfo, StepRecord
+from shardload.stores.clients import Address, is_bucket
 from shardload.stores.local import expanded
 from shardload.typing import LayoutLike, MeshLike, PathLike
 
@@ -52,7 +53,7 @@ class Checkpointer:
     either may continue what the other has saved. Also a context manager, which waits for the last save.
 
     Args:
-        directory: The folder of the steps, created if missing.
+        directory: The folder of the steps, created if missing, or its address in a bucket: ``s3://`` or ``gs://``.
         max_to_keep: The number of latest steps to keep; ``None`` keeps all.
         monitor: The metric that ranks steps, among the ``metrics`` of `save`.
         mode: ``min`` if lower values are better, ``max`` if higher, ``auto`` to ask the model's metric of that name.
@@ -103,8 +104,8 @@ class Checkpointer:
         self._newest = -1
 
     @property
-    def directory(self) -> Path:
-        """The folder of the steps, as an absolute path."""
+    def directory(self) -> Path | str:
+        """The folder of the steps: an absolute path, or the URL."""
         return self._saver.directory
 
     def save(
@@ -266,7 +267,7 @@ class Checkpointer:
 
     def steps(self) -> list[StepInfo]:
         """Return the steps in the folder, in ascending order."""
-        return list_steps(self.directory)
+        return steps_of_run(self.directory)
 
     def latest(self) -> StepInfo | None:
         """Return the newest step, ``None`` without one."""
@@ -298,7 +299,7 @@ def save(
     compression: Literal["none", "zstd"] = "none",
     save_trainable_only: bool = False,
     variables: Variables = None,
-) -> Path:
+) -> Path | str:
     """Save one step and wait for it; `shardload.restore` and ``fit`` with `OrbaxCheckpoint` continue from it.
 
     In a `jax.distributed` run, all processes make the call, with a folder that all of them share. The step is saved by
@@ -306,7 +307,8 @@ def save(
 
     Args:
         model: A built Keras model.
-        directory: The folder of the steps, created if missing; steps that are there stay.
+        directory: The folder of the steps, created if missing, or its address in a bucket (``s3://``, ``gs://``); steps
+            that are there stay.
         step: The number of the step; larger than those in the folder.
         optimizer: The optimizer of the loop, if the model is not compiled with it.
         metrics: Scalars by name, which rank the step and are listed with it.
@@ -318,7 +320,7 @@ def save(
         variables: The weights to store, if not all: patterns of variable paths, or a function of a variable.
 
     Returns:
-        The folder of the step.
+        The folder of the step: a path, or the URL.
 
     Raises:
         UsageError: If an argument is invalid.
@@ -330,7 +332,7 @@ def save(
     """
     options: dict[str, Any] = {"save_trainable_only": save_trainable_only, "variables": variables}
     options["compression"] = compression
-    path = expanded(directory).absolute() if isinstance(directory, str | os.PathLike) else Path()
+    path = _place(directory)
     together: AbstractContextManager[Call] = nullcontext(Alone())
     if processes.are_several():
         # Of metrics and metadata, those of process 0 are stored; each process stores the position of its own iterator.
@@ -349,13 +351,23 @@ def save(
                 call=call,
             )
         call.meet("the end")
-    return checkpointer.directory / str(_count("step", step))
+    name = str(_count("step", step))
+    found = checkpointer.directory
+    return found / name if isinstance(found, Path) else f"{found}/{name}"
+
+
+def _place(directory: PathLike) -> Path | str:
+    """Return the folder that a user gave, as all processes of a run call it."""
+    if is_bucket(directory):
+        return Address.parse(str(directory)).url
+    return expanded(directory).absolute() if isinstance(directory, str | os.PathLike) else Path()
 
 
 @contextmanager
-def _removing_if_empty(path: Path) -> Iterator[None]:
+def _removing_if_empty(path: Path | str) -> Iterator[None]:
     """If the with block fails, remove the folders that it made on the way to ``path``, unless they contain anything."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    folders = (path, *path.parents) if isinstance(path, Path) else ()  # a bucket has none
+    missing = [folder for folder in folders if not folder.exists()]
     try:
         yield
     except BaseException:

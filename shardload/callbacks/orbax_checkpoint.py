@@ -29,7 +29,7 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.training import swaps_averages_before
 from shardload.runs.best import Monitor, Retention, plain_logs
 from shardload.runs.contents import Selection, Variables, checked_items, checked_metadata, iterations, iterator_record
-from shardload.runs.listing import list_steps
+from shardload.runs.listing import steps_of_run
 from shardload.runs.saver import Metadata, StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.units import is_function, is_integer
@@ -43,6 +43,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         directory: The folder of the steps, created if missing; a relative path is resolved when the callback is made.
+            Or the address of a folder in a bucket: ``s3://bucket/run`` or ``gs://bucket/run``.
         monitor: The metric that ranks steps.
         verbose: 1 prints a line for every save.
         save_best_only: Save only if ``monitor`` beats the best value so far; later steps do not displace the best one.
@@ -68,7 +69,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep_every_hours: Also keep one step per this many hours.
         background_delete: Do not make the next save wait until the files of removed steps are deleted.
         save_decision: A function of step and logs, called before each save; the step is saved only if it returns true.
-        post_finalization: Called with step and folder of each step that is safely on disk, in another thread.
+        post_finalization: Called with step and folder of each step that is safely saved, in another thread; the folder
+            is a path, or the URL as text.
         async_timeout_s: The time limit of a save in seconds.
         resume: The step to restore when ``fit`` begins (``True``: the latest, if any). Without it, ``fit`` continues
             after the step of this folder that `shardload.restore` put into the model, if any.
@@ -81,7 +83,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         UsageError: If an argument is invalid.
         ProcessLostError: In training: if another process of the run has exited or went silent.
         DamagedError: If the step to resume from is damaged; other errors of `shardload.restore` likewise.
-        SaveError: If the folder cannot be created or is not writable. In training: if a step could not be
+        SaveError: If the folder cannot be created or is not writable, or another run saves to the same bucket's folder.
+            In training: if a step could not be
             saved; raised with its cause at the end of the next batch or epoch, at the latest when ``fit`` ends.
             Earlier steps are untouched.
             Several processes raise it together, with the next save or when ``fit`` ends.
@@ -112,7 +115,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep_every_hours: float | None = None,
         background_delete: bool = False,
         save_decision: Callable[[int, Mapping[str, float]], bool] | None = None,
-        post_finalization: Callable[[int, Path], None] | None = None,
+        post_finalization: Callable[[int, Any], None] | None = None,
         async_timeout_s: float | None = None,
         resume: bool | int | Literal["latest", "best"] = False,
         best_of: Literal["folder", "run"] = "folder",
@@ -184,8 +187,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._skipped = 0
 
     @property
-    def directory(self) -> Path:
-        """The folder of the steps, as an absolute path."""
+    def directory(self) -> Path | str:
+        """The folder of the steps: an absolute path, or the URL."""
         return self._saver.directory
 
     @property
@@ -243,7 +246,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _steps(self) -> list[StepInfo]:
         """Return the steps in the folder; raise if not all processes see the same ones, as on disks of their own."""
-        steps = list_steps(self.directory)
+        steps = steps_of_run(self.directory)
         numbers = [info.step for info in steps]
         seen = self._saver.writer.channel.together(lambda: numbers)
         if any(others != numbers for others in seen):
@@ -355,7 +358,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         step = self._total
         self._saver.writer.wait()
         if self.verbose:
-            self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
+            self._say(f"\nStep {step}: saving to {self.directory}/{step}\n")
         own = {} if self.data_iterator is None else iterator_record(self.data_iterator)
         record = StepRecord(
             step=step,

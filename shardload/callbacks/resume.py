@@ -32,7 +32,7 @@ from shardload.pipeline.request import RestoreRequest
 from shardload.reports.facts import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run_restore, weight_values
 from shardload.runs.contents import position_of_this_process, set_position, stored_positions, trained_batches
-from shardload.runs.listing import list_steps
+from shardload.runs.listing import steps_of_run
 from shardload.runs.step import StepInfo
 from shardload.units import plural
 
@@ -105,7 +105,7 @@ class Resumption:
             yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
         for changed in self.changed:
             yield f"Resumed step {self.info.step}: {changed}"
-        which = f"Resumed step {self.info.step} of {self.info.path.parent}"
+        which = f"Resumed step {self.info.step} of {self.info.folder}"
         if self.ended_by is not None:
             ended = f"{self.ended_by} ended training after epoch {self.complete}, so nothing is left to train"
             yield f"{which}: {ended}. To continue, leave it out, or give it a larger patience"
@@ -124,7 +124,7 @@ class Resumption:
 
 def resume_training(
     model: Any,
-    directory: Path,
+    directory: Path | str,
     resume: bool | int | Literal["latest", "best"],
     position: Position,
     *,
@@ -139,7 +139,7 @@ def resume_training(
     changed: tuple[str, ...] = ()
     if resume is not False and not before:
         # A first run has nothing to resume; only a step that was named must exist.
-        if resume is True and not list_steps(directory):
+        if resume is True and not steps_of_run(directory):
             return None
         trained, rates = trained_batches(model), learning_rates_of(model)
         restored = _restored(model, directory, resume)
@@ -168,7 +168,7 @@ def resume_training(
     return found
 
 
-def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest", "best"]) -> Restored:
+def _restored(model: Any, directory: Path | str, resume: bool | int | Literal["latest", "best"]) -> Restored:
     try:
         return run_restore(
             RestoreRequest(model=plain_model(model), directory=directory, step="latest" if resume is True else resume)
@@ -184,8 +184,10 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
         ) from error
 
 
-def _is_in(directory: Path, info: StepInfo) -> bool:
+def _is_in(directory: Path | str, info: StepInfo) -> bool:
     """Whether a step is in the folder ``directory``, whichever relative path or link leads there."""
+    if isinstance(directory, str) or info.url is not None:
+        return directory == info.folder
     return info.path.parent.resolve() == directory.resolve()
 
 
@@ -311,7 +313,7 @@ class OtherCallbacks:
             if callback.best_weights is None:
                 yield (
                     f"{_call_of(callback)} restores its best weights, those of epoch {state['best_epoch'] + 1}, but no "
-                    f"step in {info.path.parent} has them: if no later epoch is better, the weights after the first "
+                    f"step in {info.folder} has them: if no later epoch is better, the weights after the first "
                     "one that is trained now take their place. OrbaxCheckpoint(keep_best=1) with the same monitor "
                     "keeps them"
                 )
@@ -345,7 +347,7 @@ def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
     """Return the weights at the end of ``epoch`` (from 0), if the step ``info`` or another step of its run has them."""
-    for found in (info, *(step for step in list_steps(info.path.parent) if step.ours and step.run == info.run)):
+    for found in (info, *(step for step in steps_of_run(info.folder) if step.ours and step.run == info.run)):
         if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
             try:
                 return weight_values(model, found)

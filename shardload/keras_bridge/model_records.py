@@ -34,7 +34,7 @@ class ModelRecord:
     """Saved training step (a `StepInfo`) that a model was restored from, until ``fit`` continues from it."""
     first_epoch: int | None = None
     """Epoch at which the next ``fit`` of a model starts, if shardload's checkpoint callback has set it."""
-    runs: dict[Path, str] = field(default_factory=dict)
+    runs: dict[Path | str, str] = field(default_factory=dict)
     """Folder of training steps → id of the run that saves there; a second ``fit`` of the model continues this run."""
     text_source: Manifest | None = None
     """Headers of the checkpoint that the weights came from, if a tokenizer can perhaps be built from them."""

@@ -28,8 +28,9 @@ from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.training import metric_direction
 from shardload.processes import Channel
 from shardload.runs.digests import find_damage
-from shardload.runs.listing import list_steps
-from shardload.runs.publish import remove_step
+from shardload.runs.listing import steps_of_run
+from shardload.runs.publish import Root
+from shardload.runs.remote_root import RemoteRoot
 from shardload.runs.step import StepInfo, ranked
 from shardload.units import check_choice, is_integer, is_real
 
@@ -51,7 +52,7 @@ class Best:
         self.run = ""
 
     def begin(
-        self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
+        self, model: Any, steps: Sequence[StepInfo], folder: Path | str, resumed: StepInfo | None, *, channel: Channel
     ) -> list[str]:
         """When ``fit`` begins, process 0 finds the value to beat and sends it to all; return sentences for the user."""
         # The run of the step that was resumed, of the model's last ``fit`` in this process, or a new one.
@@ -111,7 +112,8 @@ def _find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> F
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
         value, damage = info.metrics[by.monitor], info.problems
-        if damage is None and info.n_bytes <= read_bytes:
+        # A remote step is not read: that would take its time, and the store guarantees what was uploaded.
+        if damage is None and info.url is None and info.n_bytes <= read_bytes:
             damage = next((str(found) for found in find_damage(info.path)), None)
         if damage is None:
             return Found(value, info.step, info.run, damaged)
@@ -120,7 +122,7 @@ def _find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> F
 
 
 def _notices(
-    found: Found, by: BestRule, *, rule: str, folder: Path, family: set[str | None], resumed: StepInfo | None
+    found: Found, by: BestRule, *, rule: str, folder: Path | str, family: set[str | None], resumed: StepInfo | None
 ) -> Iterator[str]:
     for step, value, what in found.damaged:
         metric = by.monitor if value is None else f"{by.monitor}={value:.6g}"
@@ -133,7 +135,7 @@ def _notices(
     elif resumed is not None and found.step > resumed.step:
         yield (
             f"{best}, which was saved after step {resumed.step}, from which this run continues. To ignore it, save to "
-            f"another folder, or remove {folder / str(found.step)}"
+            f"another folder, or remove {folder}/{found.step}"
         )
 
 
@@ -281,16 +283,16 @@ class Retention:
         return [s.step for s in ours if s.step not in keep]
 
 
-def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int, Path], None]:
+def remover(retention: Retention, root: Root | RemoteRoot, *, by: BestRule) -> Callable[[int, Any], None]:
     """Return a function that is called after each save: it removes the steps in ``root`` that no rule keeps."""
 
-    def remove(step: int, path: Path) -> None:
+    def remove(step: int, path: Path | str) -> None:
         # Nothing to remove: do not even list the steps, so that an unreadable one does not fail the save.
         if retention.latest is None:
             return
         try:
-            for old in retention.removable(list_steps(root), newest=step, by=by):
-                remove_step(root, old)
+            for old in retention.removable(steps_of_run(root.place), newest=step, by=by):
+                root.remove(old)
         except ShardloadError as error:
             raise SaveError(f"the steps beyond max_to_keep={retention.latest} could not be removed: {error}") from error
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import metadata as distributions
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -307,7 +306,7 @@ def joined_positions(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
     """Return the data positions that a step stores: one for each process, a single one if all were equal, or none."""
-    path = Path(info.path) / OWN_FOLDER / "iterator.json"
+    path = info.location / OWN_FOLDER / "iterator.json"
     try:
         found = read_object(path)
     except SourceNotFoundError:

@@ -17,7 +17,7 @@ Listing reads no arrays. Only `alternative` reads local steps completely, to fin
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +87,15 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
         raise SourceError(f"Cannot list the steps in {base}: {error.strerror}") from error
     found = [info for name in names if (info := _look(base / name)) is not None]
     return with_best(sorted((i for i in found if not i.ours or NAME.fullmatch(i.path.name)), key=lambda i: i.step))
+
+
+def steps_of_run(folder: Path | str) -> list[StepInfo]:
+    """Return the steps in the folder that a run saves to, in ascending order.
+
+    Unlike for `list_steps`, a folder in a bucket may be empty, as it exists only with its first object.
+    """
+    place = remote_place(folder)
+    return list_steps(folder) if place is None else _looked(place, _remote_numbers(place, is_run=True) or {})
 
 
 def find_step(root: str | os.PathLike[str] | Location, step: Literal["latest", "best"] | int) -> StepInfo:
@@ -227,6 +236,10 @@ def _steps_below(place: Location, wanted: str | int | None) -> list[StepInfo]:
             f"Cannot list the steps at {place}: it names {len(numbers)} numbered folders, expected at most "
             f"{_MAX_STEPS}, as each is asked about. Give the address of a step, its number, or step='latest'"
         )
+    return _looked(place, numbers)
+
+
+def _looked(place: Location, numbers: Mapping[int, bool | None]) -> list[StepInfo]:
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardload-steps") as pool:
         looked = pool.map(lambda number: _look_remotely(place, number, ours=numbers[number]), sorted(numbers))
         return with_best([found for found in looked if found is not None])
@@ -267,28 +280,33 @@ def _store(place: Location) -> RemoteStore:
     return place.store
 
 
-def _remote_numbers(place: Location) -> dict[int, bool | None] | None:
+def _remote_numbers(place: Location, *, is_run: bool = False) -> dict[int, bool | None] | None:
     """Return the number of each step at a URL, mapped to whether shardload saved that step (``None``: unknown).
 
     ``None`` if the store cannot list what is there, or the URL is itself that of a step which shardload did not save.
+    Where nothing is, raise, unless the URL ``is_run``: the folder that a run saves to.
     """
     store = _store(place)
     if not store.can_list:
         names = store.listed(place.key)
         return None if names is None or _ORBAX_FILE in names else {int(n): None for n in names if NAME.fullmatch(n)}
     sizes = store.requests.sizes(place.key)
-    if not sizes:
+    if not sizes and not is_run:
         raise _no_list(place, None)
     if _ORBAX_FILE in sizes:
         if any(name.startswith(f"{OWN_FOLDER}/") for name in sizes):
             raise DamagedError(f"Step {place.name} at {place} is damaged: {DIGESTS_FILE} is missing")
         return None
-    found: dict[int, bool | None] = {}
+    inside: dict[int, set[str]] = {}
     for name in sizes:
         folder, _, rest = name.partition("/")
-        if NAME.fullmatch(folder) and (rest == _ORBAX_FILE or rest.startswith(f"{OWN_FOLDER}/")):
-            # Both marks may appear, in any order; one of shardload's files makes it a shardload step.
-            found[int(folder)] = found.get(int(folder), False) or rest.startswith(f"{OWN_FOLDER}/")
+        if NAME.fullmatch(folder):
+            inside.setdefault(int(folder), set()).add(rest)
+    # A step of shardload exists once its record does, which is written last; until then, other files show whose it is.
+    found: dict[int, bool | None] = {step: True for step, files in inside.items() if DIGESTS_FILE in files}
+    for step, files in inside.items():
+        if _ORBAX_FILE in files and not any(name.startswith(f"{OWN_FOLDER}/") for name in files):
+            found[step] = False
     return found
 
 

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shardload import processes
 from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, StepExistsError, UsageError, WriteError
 from shardload.loaders.orbax.saving import failed_save, save_error
-from shardload.runs.digest_list import is_empty, sync, sync_all
+from shardload.runs.digest_list import is_empty, sync, sync_all, sync_files
 from shardload.runs.digests import Digests
 from shardload.runs.step import NAME
 from shardload.stores.local import expanded
@@ -89,9 +90,45 @@ class Root:
             why = "another folder has replaced the one that was opened"
             raise failed_save(why, step=step, folder=self.path, others=_MOVED)
 
+    @property
+    def place(self) -> Path:
+        """The folder of the steps, as it is listed and shown."""
+        return self.path
+
+    @property
+    def local(self) -> Path:
+        """A folder on this machine for what is not part of a step, such as the list of failures."""
+        return self.path
+
+    def begin(self, step: int, *, n_bytes: int) -> Staging:
+        """Create the staging folder of a step; see `Staging.begin`."""
+        del n_bytes  # a full disk says so, and the folder may be on any
+        return Staging.begin(self, step)
+
+    def join(self, path: str, *, n_bytes: int) -> Staging:
+        """Open the staging folder that process 0 created; see `Staging.join`."""
+        del n_bytes
+        return Staging.join(path)
+
+    def clear_up(self) -> None:
+        """Remove what killed processes left."""
+        self.check()
+        remove_stale(self.path)
+
+    def remove(self, step: int) -> None:
+        """Remove a step; see `remove_step`."""
+        remove_step(self.path, step)
+
+    def finish(self) -> None:
+        """Remove the folder of staging folders, if it is empty."""
+        remove_staging(self.path)
+
 
 class Staging:
     """The hidden folder in which one step is written: readers do not see it before it is complete."""
+
+    is_shared = True
+    """Whether all processes of a run write to this one folder."""
 
     def __init__(self, root: Root, step: int, home: Path, lock: FolderLock | None) -> None:
         self.root = root
@@ -134,6 +171,36 @@ class Staging:
             why = f"the folder {self.home} was removed"
             raise failed_save(why, step=self.step, folder=self.path, number=errno.ENOENT)
 
+    @property
+    def shown(self) -> Path | str:
+        """What errors call the place that the step is written to."""
+        return self.path
+
+    @property
+    def path_for_orbax(self) -> Path:
+        """The path by which Orbax finds `path`, equal on all processes."""
+        return self.path
+
+    def numbered(self, least: int) -> int:
+        """Return a number for the processes to agree on, at least ``least``: here, it means nothing."""
+        return least
+
+    def tell(self) -> str:
+        """Return what the other processes need to `Root.join` this folder."""
+        return str(self.path)
+
+    def part(self, process: int) -> Path:
+        """Return the folder for the digests of the files that one process wrote; process 0 merges all of them."""
+        return self.home / f"digests-{process}"
+
+    def hand_over(self, part: Digests) -> None:
+        """Flush the files of this process to disk, where several write: process 0 cannot do it for other machines."""
+        if processes.count() > 1:
+            sync_files(self.path, part.files)
+
+    def take_over(self) -> None:
+        """Do nothing: process 0 sees the files of all processes, and their digests, in this folder."""
+
     def publish(self) -> Path:
         """Flush all files to disk and rename the folder to its step number; raise if that step exists by now."""
         target = self.root.path / str(self.step)
@@ -141,7 +208,7 @@ class Staging:
             raise UsageError(f"Cannot publish {self.home} from this process: only the process that began the step can")
         try:
             self.check()
-            self._check_complete()
+            self.check_complete()
             sync_all(self.path)
             # Again: flushing takes long enough for the folder to be removed or replaced.
             self.check()
@@ -168,7 +235,7 @@ class Staging:
             self._finish()
             remove_staging(self.root.path)
 
-    def _check_complete(self) -> None:
+    def check_complete(self) -> None:
         """Before publishing, raise unless ``digests.json`` lists exactly the files on disk, with their sizes."""
         try:
             # Names and sizes only: the content was read to compute the digests, moments ago.

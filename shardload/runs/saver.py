@@ -25,8 +25,10 @@ from shardload.processes.agreement import Topic
 from shardload.runs.best import Best, Monitor, Retention, remover
 from shardload.runs.contents import Contents, Selection, checked_metadata, joined_positions, prepare_serialising
 from shardload.runs.publish import Root
+from shardload.runs.remote_root import RemoteRoot
 from shardload.runs.step import StepInfo, StepRecord
-from shardload.runs.writer import SaveJob, Writer
+from shardload.runs.writer import AnyRoot, Place, SaveJob, Writer
+from shardload.stores.clients import Address, is_bucket
 from shardload.stores.local import local_target
 from shardload.units import check_choice, is_real
 
@@ -61,8 +63,9 @@ class StepSaver:
         self.monitor, self.retention = monitor, retention
         self.best = Best(monitor, of=best_of, rule=rule if retention.best else None)
         self.contents = Contents(weights_only=weights_only, warn=warn, selection=selection)
-        root = Root(directory, create=True)  # last: a refused call makes no folder
-        self.directory = root.path
+        # Last: a refused call makes no folder.
+        root: AnyRoot = RemoteRoot(str(directory)) if is_bucket(directory) else Root(directory, create=True)
+        self.directory: Place = root.place
         self.writer = Writer(root)
 
     def begin(self) -> None:
@@ -90,7 +93,7 @@ class StepSaver:
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         in_background: bool,
         remove_later: bool = False,
-        then: Callable[[int, Path], None] | None = None,
+        then: Callable[[int, Any], None] | None = None,
         agree: Callable[[SaveJob], None] = lambda job: None,
     ) -> None:
         """Wait for the last save, then save a step. When this returns, training may change the arrays.
@@ -106,7 +109,7 @@ class StepSaver:
             self.monitor.note(record.logs.get(self.monitor.name), model)
         given = checked_metadata(metadata(record.step, record.logs) if callable(metadata) else metadata)
         record = replace(record, keep_best=self.retention.best, metadata=given, **self.best.record())
-        remove = remover(self.retention, self.directory, by=self.best.comparison)
+        remove = remover(self.retention, self.writer.root, by=self.best.comparison)
         after = (self.writer.later(remove) if remove_later else remove, *((then,) if then else ()))
         job = self.contents.job(
             model,
@@ -165,12 +168,12 @@ def check_flags(**flags: Any) -> None:
 
 
 def _check_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise a `UsageError` unless ``directory`` can be a local folder of steps: no URL, and no name of a file."""
+    """Raise a `UsageError` unless ``directory`` can be a folder of steps: not a URL of HTTP, and no name of a file."""
     if not isinstance(directory, str | os.PathLike):
         raise UsageError(f"Cannot save steps to {directory!r:.60}: expected the path of a folder")
     if not os.fspath(directory):
         raise UsageError('Cannot save steps to "": expected the path of a folder. The current folder is "."')
-    path = local_target(directory)
+    path = Path(Address.parse(str(directory)).path) if is_bucket(directory) else local_target(directory)
     # File names and patterns such as those of Keras' ModelCheckpoint, which the callback may replace.
     if re.search(r"\{[^}]*\}", path.name) or path.name.endswith((".keras", ".h5")):
         raise UsageError(

@@ -156,3 +156,14 @@ def _is_host(array: jax.Array) -> bool:
     # Another kind, such as pinned_host, is lost in a view: device_put would use the default kind.
     usual = {None, *(device.default_memory().kind for device in devices)}
     return all(device.platform == "cpu" for device in devices) and array.sharding.memory_kind in usual
+
+
+def bytes_here(items: Any) -> int:
+    """Return how many bytes of the arrays in nested dicts, lists and tuples this process writes."""
+    if isinstance(items, Mapping):
+        return sum(map(bytes_here, items.values()))
+    if isinstance(items, list | tuple):
+        return sum(map(bytes_here, items))
+    if isinstance(items, jax.Array) and not jax.dtypes.issubdtype(items.dtype, jax.dtypes.extended):
+        return sum(shard.data.nbytes for shard in items.addressable_shards if shard.replica_id == 0)
+    return int(getattr(items, "nbytes", 0))

@@ -263,6 +263,11 @@ class StepInfo:
         return self.ours and self.record is None and self.problems is not None
 
     @property
+    def folder(self) -> Path | str:
+        """The folder that contains the step: a path, or of a remote step the URL."""
+        return self.path.parent if self.url is None else self.url.rpartition("/")[0]
+
+    @property
     def where(self) -> str:
         """The URL or path of the step, for messages."""
         return self.url or str(self.path)

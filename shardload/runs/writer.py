@@ -42,18 +42,28 @@ from shardload.loaders.orbax.loader import OWN_FOLDER, open_orbax
 from shardload.loaders.orbax.saving import failed_save, save_error
 from shardload.manifest import Manifest
 from shardload.processes.exit_reasons import ExitRecorder
-from shardload.runs.digest_list import sync_files
 from shardload.runs.digests import Digests
 from shardload.runs.listing import TREE_FILE
-from shardload.runs.publish import Root, Staging, remove_staging, remove_stale
-from shardload.runs.snapshot import snapshot
+from shardload.runs.publish import Root, Staging
+from shardload.runs.remote_root import RemoteRoot, RemoteStaging
+from shardload.runs.snapshot import bytes_here, snapshot
 from shardload.stores.local import located
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
+_LEAST_NUMBER = 200
+"""The least number of the file descriptors by which processes call their folders: more than most programs have open."""
 LOOK_S = 1.0
 """Seconds between checks whether the other processes are alive, while this one waits for Orbax to write."""
 _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
+_OF_ONE_PROCESS = re.compile(r"/c(?:/\d+)*$|(?:^|/|\.)process_\d+\b")
+"""Matches the files that each process writes for itself without OCDBT: chunks of arrays, and lists of them."""
+
+
+AnyRoot = Root | RemoteRoot
+AnyStaging = Staging | RemoteStaging
+Place = Path | str
+"""A folder of steps, or a step: a path on this machine, or the URL in a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +77,17 @@ class SaveJob:
     """shardload's own JSON files: name of the file in the folder ``shardload/`` → its content."""
     compression: Literal["none", "zstd"] = "none"
     timeout_s: float | None = None
-    after: tuple[Callable[[int, Path], None], ...] = ()
+    after: tuple[Callable[[int, Any], None], ...] = ()
     """Functions to call after the step is published, with its number and folder, in the worker thread of process 0."""
 
 
 class Writer:
     """Writes steps to one folder, the root, one step at a time: each in a background thread while training goes on."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: AnyRoot) -> None:
         self.root = root
         self.channel = processes.Channel()
-        self.witness = ExitRecorder(root.path)
+        self.witness = ExitRecorder(root.local)
         self._worker: Worker | None = None
         self._failure: ShardloadError | None = None
         self._later: Worker | None = None
@@ -88,17 +98,13 @@ class Writer:
         # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final. Failures
         # of other callbacks are not raised here.
         for writer in list(_WRITERS):
-            if writer is not self and writer.root.path == self.root.path:
+            if writer is not self and writer.root.place == self.root.place:
                 for thread in (writer._worker, writer._later):
                     if thread is not None:
                         thread.wait()
         self.witness.begin()
         orbax_writer.import_orbax()
-        self.channel.first(self._clear_up)
-
-    def _clear_up(self) -> None:
-        self.root.check()
-        remove_stale(self.root.path)
+        self.channel.first(self.root.clear_up)
 
     def start(self, job: SaveJob) -> None:
         """Wait for the previous save, then start to save a step; return as soon as training may change its arrays."""
@@ -106,7 +112,7 @@ class Writer:
         self.witness.note(f"step {job.step} was being saved")
         # Until the worker has the step: from then on, it is finished even if `fit` fails.
         with defer_interrupt():
-            staging = self._staging(job.step)
+            staging = self._staging(job)
             try:
                 begin = _begin(job, staging)
                 # In the worker, too: it stops if the joint call of this thread fails on another process.
@@ -120,27 +126,36 @@ class Writer:
                 self.witness.write(str(failure))
                 raise failure from failure.__cause__
 
-    def _staging(self, step: int) -> Staging:
+    def _staging(self, job: SaveJob) -> AnyStaging:
         """Return the folder in which a step is written until it is published; process 0 creates it, others open it."""
         # Process 0 has the lock of the folder that it began; the others only open it.
-        mine: list[Staging] = []
+        mine: list[AnyStaging] = []
+        n_bytes = bytes_here(job.items)
 
         def begin() -> str:
-            mine.append(Staging.begin(self.root, step))
-            return str(mine[0].path)
+            mine.append(self.root.begin(job.step, n_bytes=n_bytes))
+            return mine[0].tell()
 
-        def join(path: str) -> None:
+        def join(told: str) -> None:
             if not mine:
-                mine.append(Staging.join(path))
+                mine.append(self.root.join(told, n_bytes=n_bytes))
 
-        path = self.channel.first(begin)
+        told = self.channel.first(begin)
         try:
-            self.channel.together(lambda: join(path))
+            self.channel.together(lambda: join(told))
+            self._agree_on_path(mine[0])
         except BaseException:
             for staging in mine:
                 staging.discard()
             raise
         return mine[0]
+
+    def _agree_on_path(self, staging: AnyStaging) -> None:
+        """Agree on the number that is a part of the path for Orbax."""
+        numbers = [0] if processes.count() == 1 else self.channel.together(lambda: staging.numbered(_LEAST_NUMBER))
+        while len(set(numbers)) > 1:
+            least = max(numbers)
+            numbers = self.channel.together(lambda least=least: staging.numbered(least))  # type: ignore[misc]
 
     def wait(self) -> None:
         """Wait until the current save is complete; raise its error if it failed."""
@@ -149,7 +164,7 @@ class Writer:
             self._worker = None
         self.raise_failure()
 
-    def later(self, call: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
+    def later(self, call: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
         """Return a function that runs ``call`` in another thread, so that the next save does not wait for it.
 
         Calls for several steps run one after the other. With several processes, ``call`` itself is returned, and runs
@@ -159,7 +174,7 @@ class Writer:
         if processes.count() > 1:
             return call
 
-        def run(step: int, path: Path, before: Worker | None) -> None:
+        def run(step: int, path: Place, before: Worker | None) -> None:
             if before is not None:
                 before.wait()
             try:
@@ -167,7 +182,7 @@ class Writer:
             except BaseException as error:
                 self._failure = self._failure or _after_failed(error, step, path)
 
-        def start(step: int, path: Path) -> None:
+        def start(step: int, path: Place) -> None:
             before = self._later
             self._later = Worker(lambda: run(step, path, before), name=f"shardload-after-{step}")
 
@@ -182,7 +197,7 @@ class Writer:
             self._later = None
         self.wait()
         if processes.is_first():
-            remove_staging(self.root.path)
+            self.root.finish()
 
     def raise_failure(self) -> None:
         """Raise the error of the last save, if the save failed and its error was not raised yet."""
@@ -202,7 +217,7 @@ class Writer:
     def _run(
         self,
         job: SaveJob,
-        staging: Staging,
+        staging: AnyStaging,
         begin: Callable[[], orbax_writer.PendingSave],
         check: Callable[[], None],
     ) -> None:
@@ -250,7 +265,7 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
     _register(_finish_all)
 
 
-def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
+def _begin(job: SaveJob, staging: AnyStaging) -> Callable[[], orbax_writer.PendingSave]:
     """Keep the values to save, so that training can go on; return a function for the worker thread to start the save.
 
     If `snapshot` cannot keep all of them, Orbax starts at once, and the function returns the save that already runs.
@@ -258,7 +273,8 @@ def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingS
 
     def begin(items: Mapping[str, Any]) -> orbax_writer.PendingSave:
         options: Any = {"compression": job.compression, "step": job.step, "timeout_s": job.timeout_s}
-        return orbax_writer.start_save(staging.path, items, **options)
+        options |= {"is_shared": staging.is_shared, "shown": staging.shown}
+        return orbax_writer.start_save(staging.path_for_orbax, items, **options)
 
     # With several processes, all must start Orbax in the same order, which only their training threads guarantee.
     if processes.count() > 1 or (kept := snapshot(job.items)) is None:
@@ -269,27 +285,29 @@ def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingS
 
 
 def _finish(
-    job: SaveJob, staging: Staging, begin: Callable[[], orbax_writer.PendingSave], channel: processes.Channel
-) -> Path:
+    job: SaveJob, staging: AnyStaging, begin: Callable[[], orbax_writer.PendingSave], channel: processes.Channel
+) -> Place:
     # Each stage is an exchange: no process digests before all have written, and a failure stops all of them.
     channel.together(lambda: _written(job, begin()))
     channel.together(lambda: _digest(job, staging))
 
     def publish() -> str:
+        staging.take_over()
         _check_items(job, staging)
-        parts = [Digests.read(_part(staging, process)) for process in range(processes.count())]
+        parts = [Digests.read(staging.part(process)) for process in reversed(range(processes.count()))]
         Digests({name: found for part in parts for name, found in part.files.items()}).write(staging.path)
         return str(staging.publish())
 
-    return Path(channel.first(publish))
+    path = channel.first(publish)
+    return Path(path) if isinstance(staging, Staging) else path
 
 
-def _check_items(job: SaveJob, staging: Staging) -> None:
+def _check_items(job: SaveJob, staging: AnyStaging) -> None:
     """Check that Orbax wrote all items completely: as digests cover only files that exist, they cannot show it."""
     for name in job.items:
         if not (staging.path / name).is_dir():
             why = f"the folder {name!r} that was written there is missing"
-            raise failed_save(why, step=job.step, folder=staging.path, number=errno.ENOENT)
+            raise failed_save(why, step=job.step, folder=staging.shown, number=errno.ENOENT)
         if name != "pytree" and not (staging.path / name / TREE_FILE).is_file():  # not a tree of arrays
             continue
         try:
@@ -298,9 +316,11 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
             continue
         except (SourceError, SourceNotFoundError) as error:
             why = f"the written data is incomplete: {error}"
-            raise failed_save(why, step=job.step, folder=staging.path, number=errno.ENOENT) from error
+            raise failed_save(why, step=job.step, folder=staging.shown, number=errno.ENOENT) from error
         if name == "pytree" and (other := _not_as_listed(found, job)):
-            raise failed_save(f"{other} was not written as structure.json lists it", step=job.step, folder=staging.path)
+            raise failed_save(
+                f"{other} was not written as structure.json lists it", step=job.step, folder=staging.shown
+            )
 
 
 def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
@@ -331,35 +351,33 @@ def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
             processes.call.check()
 
 
-def _digest(job: SaveJob, staging: Staging) -> None:
+def _digest(job: SaveJob, staging: AnyStaging) -> None:
     """Write shardload's own files (process 0 only), and the digests of the files that this process wrote."""
     if processes.is_first():
         own = staging.path / OWN_FOLDER
         own.mkdir(exist_ok=True)
         for name, content in job.records.items():
             (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
-
-    def is_ours(name: str) -> bool:
-        """Whether this process digests a file: if this process wrote it, or is process 0 and the writer is unknown."""
-        found = _OF_PROCESS.match(name)
-        writer = int(found.group(1)) if found else 0
-        return (writer if writer < processes.count() else 0) == processes.index()
-
-    part = Digests.compute(staging.path, of=is_ours)
-    if processes.count() > 1:
-        # `publish` flushes on process 0 only, which cannot flush what another machine has not sent to the disk yet.
-        sync_files(staging.path, part.files)
-    folder = _part(staging, processes.index())
+    part = Digests.compute(staging.path, of=_is_ours if staging.is_shared else _is_only_here)
+    folder = staging.part(processes.index())
     folder.mkdir()
     part.write(folder)
+    staging.hand_over(part)
 
 
-def _part(staging: Staging, process: int) -> Path:
-    """Return the folder for the digests of the files that one process wrote; process 0 merges all of them."""
-    return staging.home / f"digests-{process}"
+def _is_ours(name: str) -> bool:
+    """Whether this process digests a file: if this process wrote it, or is process 0 and the writer is unknown."""
+    found = _OF_PROCESS.match(name)
+    writer = int(found.group(1)) if found else 0
+    return (writer if writer < processes.count() else 0) == processes.index()
 
 
-def _as_failure(error: BaseException, job: SaveJob, staging: Staging) -> ShardloadError:
+def _is_only_here(name: str) -> bool:
+    """Whether a file that this process wrote to its own disk is its part of the step, not one that process 0 has."""
+    return processes.is_first() or _OF_ONE_PROCESS.search(name) is not None
+
+
+def _as_failure(error: BaseException, job: SaveJob, staging: AnyStaging) -> ShardloadError:
     if isinstance(error, ProcessLostError) or (isinstance(error, ShardloadError) and not isinstance(error, SaveError)):
         return error
     try:
@@ -371,12 +389,12 @@ def _as_failure(error: BaseException, job: SaveJob, staging: Staging) -> Shardlo
             return gone
     if isinstance(error, SaveError):
         return error
-    made = save_error(error, step=job.step, folder=staging.path)
+    made = save_error(error, step=job.step, folder=staging.shown)
     made.__cause__ = error
     return made
 
 
-def _after_failed(error: BaseException, step: int, path: Path) -> ShardloadError:
+def _after_failed(error: BaseException, step: int, path: Place) -> ShardloadError:
     what = str(error) if isinstance(error, ShardloadError) else f"{type(error).__name__}: {error}"
     made = SaveError(f"Step {step} is saved in {path}, but a task after the save failed: {what}")
     made.__cause__ = error

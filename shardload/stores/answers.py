@@ -7,6 +7,7 @@ This module alone reads it. Addresses in it are cut off where they may be signed
 
 from __future__ import annotations
 
+import errno
 import http.client
 import math
 import re
@@ -19,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import unquote
 
-from shardload.errors import SourceNotFoundError, TransferError
+from shardload.errors import SourceNotFoundError, TransferError, WriteError
 from shardload.stores.clients import certificates_file, endpoint_of
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
@@ -213,6 +214,34 @@ def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: f
     repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
     longer = f"; {TIMEOUT_VARIABLE}=SECONDS waits longer" if found.is_passing else ""
     return TransferError(f"{where} cannot be read: {found.said}{repeated}. {_check(scheme)}{longer}")
+
+
+def write_failure(
+    url: str, name: str, found: FailedTry, *, doing: str, tries: int = 1, spent_s: float = 0.0
+) -> WriteError:
+    """Build the error for an object that cannot be written or deleted (``doing``), with an ``errno``."""
+    scheme = url.partition(":")[0]
+    endpoint = endpoint_of(scheme)
+    where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
+    match found.code:
+        case "missing":
+            bucket = "/".join(url.split("/")[:3])
+            made = WriteError(f"{where} cannot be {doing}: {found.said}. Create the bucket {bucket}, or check its name")
+            made.errno = errno.ENOENT
+        case "forbidden":
+            made = WriteError(f"{where} may not be {doing}: {found.said}. {_access_to_write(scheme)}")
+            made.errno = errno.EACCES
+        case _:
+            repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
+            longer = f"; {TIMEOUT_VARIABLE}=SECONDS waits longer" if found.is_passing else ""
+            made = WriteError(f"{where} cannot be {doing}: {found.said}{repeated}. {_check(scheme)}{longer}")
+            made.errno = errno.EIO
+    return made
+
+
+def _access_to_write(scheme: str) -> str:
+    # Without what concerns public buckets, which nobody may write to.
+    return re.sub(r"(, or AWS_NO_SIGN|\. GOOGLE_SKIP).*", "", _ACCESS.get(scheme, "")) + ", and grant it write access"
 
 
 def changed(where: str) -> ChangedError:

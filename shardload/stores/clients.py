@@ -7,6 +7,7 @@ Credentials come from the standard places of each cloud, never from an address o
     http    none
 
 obstore repeats nothing by itself: `shardload.stores.requests` does, because it knows since when a piece is asked for.
+Only the parts of a large object that is written are repeated by obstore, which alone knows them.
 Redirects are followed, but never from https to http.
 """
 
@@ -18,6 +19,7 @@ import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -90,6 +92,12 @@ class Address:
         return f"{self.root}/{self.path}".rstrip("/")
 
 
+def is_bucket(target: object) -> bool:
+    """Whether a user wants to write to a bucket: to an address at s3:// or gs://."""
+    scheme, separator, _ = target.partition("://") if isinstance(target, str) else ("", "", "")
+    return bool(separator) and scheme.lower() in ("s3", "gs")
+
+
 def endpoint_of(scheme: str) -> str | None:
     """Return the address of the server to use as S3 or Google Cloud Storage, if the environment sets one."""
     names = {
@@ -102,13 +110,17 @@ def endpoint_of(scheme: str) -> str | None:
     return found and found.rstrip("/")
 
 
-def client(address: Address, *, stall_s: float, headers: dict[str, str] | None = None) -> Any:
+def client(
+    address: Address, *, stall_s: float, headers: dict[str, str] | None = None, repeating_s: float | None = None
+) -> Any:
     """Return obstore's client for a bucket or a server; paths given to it begin there.
 
     Args:
         address: Of anything in the bucket or on the server.
         stall_s: Seconds after which a connection that sends nothing counts as failed.
         headers: Sent with each request to an HTTP server, but not to where it redirects.
+        repeating_s: For how many seconds obstore itself repeats a failed request, as for a part of an object that is
+            uploaded in parts; by default it repeats none.
     """
     from obstore.store import GCSStore, HTTPStore, S3Store
 
@@ -124,7 +136,7 @@ def client(address: Address, *, stall_s: float, headers: dict[str, str] | None =
     }
     if certificates := next((name for name in _CERTIFICATES if os.environ.get(name)), None):
         options["root_certificate"] = _certificates(certificates)
-    common: dict[str, Any] = {"client_options": options, "retry_config": {"max_retries": 0}}
+    common: dict[str, Any] = {"client_options": options, "retry_config": _repeating(repeating_s)}
     bucket = address.root.partition("://")[2]
     try:
         match address.scheme:
@@ -136,6 +148,13 @@ def client(address: Address, *, stall_s: float, headers: dict[str, str] | None =
     except Exception as error:  # obstore's own kinds, and ValueError
         [said, *_] = str(error).splitlines() or [""]
         raise SourceError(f"Cannot read from {address.url}: {said}. Check the address and the credentials") from error
+
+
+def _repeating(repeating_s: float | None) -> dict[str, Any]:
+    if repeating_s is None:
+        return {"max_retries": 0}
+    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=4), "base": 2}
+    return {"max_retries": 1000, "retry_timeout": timedelta(seconds=repeating_s), "backoff": backoff}
 
 
 def _s3(bucket: str) -> dict[str, Any]:
@@ -216,8 +235,13 @@ def _gs() -> dict[str, Any]:
         for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY")
     )
     if endpoint is not None and not has_key:
-        found["skip_signature"] = True  # an emulator
+        # An emulator, which needs no signature. obstore omits it from reads only: with writes, it sends what it gets.
+        found |= {"skip_signature": True, "credential_provider": _no_credentials}
     return found
+
+
+def _no_credentials() -> dict[str, Any]:
+    return {"token": "none", "expires_at": None}
 
 
 def certificates_file() -> str | None:

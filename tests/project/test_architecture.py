@@ -40,7 +40,7 @@ CONFINED = {
     "gguf": {"loaders/gguf/rows.py"},
     "keras_hub": {"hub/kerashub.py"},
     "orbax": {"loaders/orbax/saving.py"},
-    "obstore": {"stores/answers.py", "stores/clients.py", "stores/queries.py", "stores/requests.py"},
+    "obstore": {f"stores/{name}.py" for name in ("answers", "clients", "queries", "requests", "uploads")},
     "boto3": {"stores/clients.py"},
     "xxhash": {"runs/digest_list.py", "stores/range_files.py"},  # steps; cached ranges
 }

@@ -13,9 +13,11 @@ import grain
 import keras
 import numpy as np
 import pytest
+from bucket_server import bucket
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.runs.listing import list_steps
 from shardload.synth import synth
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +226,27 @@ def test_migrate(here):
 
 def test_read_from_object_stores():
     assert callable(run("docs/how-to/read-from-object-stores.md")["read"])
+
+
+class _Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x) // 32
+
+    def __getitem__(self, index):
+        return self.x[index * 32 : index * 32 + 32], self.y[index * 32 : index * 32 + 32]
+
+
+def test_save_to_object_stores(here, monkeypatch):
+    (here / "bucket").mkdir()
+    with bucket(here / "bucket", monkeypatch) as server:
+        train = run("docs/how-to/save-to-object-stores.md")["train"]
+        model, (x, y) = build_model(), numbers()
+        train(model, _Batches(x, y), lambda model, saver: saver.save(1000, model, metrics={"loss": 1.0}))
+        assert [info.step for info in list_steps(f"{server.s3}/final")] == [1]
 
 
 def test_convert(gemma, here):

@@ -392,7 +392,7 @@ def test_another_format_is_insisted_on(store):
     with pytest.raises(SourceNotFoundError, match=r"s3://bucket/run should contain a \.gguf file, but contains 1, 2"):
         shardload.load(store.s3 + "/run", format="gguf")
     with pytest.raises(UsageError, match="a path on this machine"):
-        shardload.callbacks.OrbaxCheckpoint("s3://bucket/run")
+        shardload.callbacks.OrbaxCheckpoint("http://127.0.0.1:1/run")
 
 
 def test_a_model_that_does_not_fit_is_told_the_address(store):

@@ -39,9 +39,12 @@ class ObjectServer:
         self.markers = set()  # empty objects that stand for folders
         self.ignores_ranges = self.has_index = self.is_chunked = False
         self.released = threading.Event()
-        self.server = _Server(("127.0.0.1", 0), _handler(self))
+        self.server = _Server(("127.0.0.1", 0), self.handler())
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
+
+    def handler(self):
+        return _handler(self)
 
     @property
     def root(self):
@@ -184,7 +187,7 @@ def _handler(store):
             body = b"" if self.command == "HEAD" else body
             store.requests.append((self.command, key, None if asked is None else (first, last), len(body)))
             if key in store.stalled or key in store.dripping:
-                self._headers(code, headers | {"Content-Length": str(len(body))})
+                self.send_head(code, headers | {"Content-Length": str(len(body))})
                 return self._hold_back(body, store.stalled.get(key))
             if store.cut.get(key, 0):
                 store.cut[key] -= 1
@@ -211,7 +214,7 @@ def _handler(store):
             body = "".join(f'<li><a href="{urllib.parse.quote(name)}">{escape(name)}</a>' for name in ["../", *names])
             if not store.is_chunked:
                 return self._say(200, body.encode(), {"Content-Type": "text/html; charset=utf-8"})
-            self._headers(200, {"Content-Type": "text/html", "Transfer-Encoding": "chunked"})
+            self.send_head(200, {"Content-Type": "text/html", "Transfer-Encoding": "chunked"})
             data = body.encode()
             self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
             return None
@@ -243,12 +246,12 @@ def _handler(store):
             return self._say(200, body.encode(), {"Content-Type": "application/xml"})
 
         def _say(self, code, body, headers=None, *, length=None):
-            self._headers(code, (headers or {}) | {"Content-Length": str(len(body) if length is None else length)})
+            self.send_head(code, (headers or {}) | {"Content-Length": str(len(body) if length is None else length)})
             if self.command != "HEAD":
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError, socket.timeout):
                     self.wfile.write(body)
 
-        def _headers(self, code, headers):
+        def send_head(self, code, headers):
             self.send_response(code)
             for name, value in headers.items():
                 self.send_header(name, value)

@@ -67,6 +67,8 @@ _ADVICE = {
     errno.ENOENT: "Something removed it while the step was being written; find out what before saving again",
 }
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OBJECT_BYTES = 64 << 20
+"""About how long a file becomes that is to be uploaded, in bytes."""
 CHUNK_BYTES = 64 << 20
 """Bytes per uncompressed chunk: few enough to read little more than a wanted slice, enough to make few files."""
 _ITEM = "pytree"
@@ -84,8 +86,10 @@ class PendingSave:
         parent: os.stat_result,
         ended: ExitStack | None = None,
         n_bytes: int | None = None,
+        shown: Path | str | None = None,
     ) -> None:
         self.path = path
+        self._shown = shown or path
         self._n_bytes = n_bytes
         self._step = step
         self._parent = parent
@@ -105,14 +109,14 @@ class PendingSave:
             raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
         if self._error is not None:
             raise save_error(
-                self._error, step=self._step, folder=self.path, needed_bytes=self._n_bytes
+                self._error, step=self._step, folder=self._shown, needed_bytes=self._n_bytes
             ) from self._error
         if not self.path.is_dir():
-            raise failed_save("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
+            raise failed_save("the folder is gone after Orbax wrote it", step=self._step, folder=self._shown)
         # Orbax recreates missing parents and reports success, so compare with the folder seen before the save.
         if not os.path.samestat(self._parent, self.path.parent.stat()):
             why = f"the folder {self.path.parent} was removed while it was written"
-            raise failed_save(why, step=self._step, folder=self.path, number=errno.ENOENT)
+            raise failed_save(why, step=self._step, folder=self._shown, number=errno.ENOENT)
 
     def _wait(self, response: Any) -> None:
         try:
@@ -137,16 +141,20 @@ def start_save(
     compression: Literal["none", "zstd"] = "none",
     step: int | str | None = None,
     timeout_s: float | None = None,
+    is_shared: bool = True,
+    shown: Path | str | None = None,
 ) -> PendingSave:
     """Start to write ``items`` with Orbax; return once every array is copied off the devices.
 
     With `jax.distributed`, every process must call this with the same path and items. The path is absolute, does not
     exist, and is in an existing folder. ``items`` maps names to pytrees of arrays, dicts of strings, or objects with a
     handler of their own. The name ``shardload`` is reserved for the folder of shardload's own files. ``step`` is only
-    named in errors; ``timeout_s`` limits how long Orbax itself may take.
+    named in errors; ``timeout_s`` limits how long Orbax itself may take. Unless the folder ``is_shared``, each process
+    writes its own part to a folder of its own, in files of bounded size, to be uploaded and joined. Errors call the
+    folder ``shown``, by default its path.
     """
     target = Path(path)
-    step = "?" if step is None else step
+    step, shown = "?" if step is None else step, shown or target
     if not target.is_absolute():
         raise UsageError(f"Cannot save to {path}: Orbax needs an absolute path. Use Path(...).absolute()")
     if compression not in ("none", "zstd"):
@@ -154,20 +162,20 @@ def start_save(
     if OWN_FOLDER in items:
         raise UsageError(f"Cannot name a checkpointable {OWN_FOLDER!r}: shardload stores its own files there")
     if os.path.lexists(target):
-        raise failed_save("the path already exists", step=step, folder=target, number=errno.EEXIST)
+        raise failed_save("the path already exists", step=step, folder=shown, number=errno.EEXIST)
     why = ""
     if "\\" in str(target.parent):
         why = BACKSLASH
     elif (found := _PATTERNS & set(str(target.parent))) and (jax := sys.modules.get("jax")) and jax.process_count() > 1:
         why = f"Orbax takes {' '.join(sorted(found))} in its path for a pattern, if several processes write to it"
     if why:
-        raise failed_save(why, step=step, folder=target, advice="Choose another name for the folder")
+        raise failed_save(why, step=step, folder=shown, advice="Choose another name for the folder")
     # Orbax would silently create the folder and hide that it was removed.
     if not target.parent.is_dir():
         raise failed_save(
             f"there is no folder {target.parent} to write into",
             step=step,
-            folder=target,
+            folder=shown,
             number=errno.ENOENT,
             advice="Create it first",
         )
@@ -176,13 +184,13 @@ def start_save(
         parent = target.parent.stat()
         with ExitStack() as opened:
             named = opened.enter_context(_named_for_orbax(target))
-            response = _start(named, items, compression, timeout_s)
+            response = _start(named, items, compression, timeout_s, is_shared=is_shared)
             ended = opened.pop_all()  # the name is needed as long as Orbax writes
-        return PendingSave(response, path=target, step=step, parent=parent, ended=ended, n_bytes=n_bytes)
+        return PendingSave(response, path=target, step=step, parent=parent, ended=ended, n_bytes=n_bytes, shown=shown)
     except SaveError:
         raise
     except (OSError, ValueError) as error:
-        raise save_error(error, step=step, folder=target, needed_bytes=n_bytes) from error
+        raise save_error(error, step=step, folder=shown, needed_bytes=n_bytes) from error
     except KeyError as error:  # no handler of Orbax accepts the item
         raise UsageError(
             "Cannot save an item that Orbax has no handler for. Expected a pytree of arrays, a dict of text, or an "
@@ -215,11 +223,18 @@ def _bytes_of(items: Any) -> int:
     return int(getattr(items, "nbytes", 0))
 
 
-def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None) -> Any:
+def _start(
+    target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None, *, is_shared: bool
+) -> Any:
     from orbax.checkpoint import v1 as ocp
 
     context = _context(ocdbt=True)
     context.array.saving.use_compression = compression == "zstd"
+    if not is_shared:
+        # Objects that one request uploads: an upload in parts leaves parts in the bucket when the process is killed.
+        context.array.saving.ocdbt_target_data_file_size = OBJECT_BYTES
+        context.array.saving.storage_options.chunk_byte_size = OBJECT_BYTES // 2
+        _set_alone(context)
     if compression == "zstd":
         context.array.saving.storage_options.chunk_byte_size = COMPRESSED_CHUNK_BYTES
     # Create folders synchronously: if that fails in the background, threads of Orbax wait for the folders until the
@@ -234,6 +249,25 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     except BaseException:
         save_ended(failed=True)
         raise
+
+
+def _set_alone(context: Any) -> None:
+    """Make this process write its shards as if it were the only one, to be joined with those of the others.
+
+    Without OCDBT, whose databases would have to be merged on one disk: each chunk is a file, and no file of two
+    processes has the same name with another content.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return
+    context.array.saving.use_ocdbt = False
+    context.array.saving.use_replica_parallel = False
+    context.array.saving.array_metadata_store = None  # it would miss the lists of the others
+    me = jax.process_index()
+    context.multiprocessing.primary_host = me
+    context.multiprocessing.active_processes = {me}
+    context.multiprocessing.barrier_sync_key_prefix = f"shardload-{me}"
 
 
 def _context(*, ocdbt: bool) -> Any:
@@ -355,7 +389,7 @@ def save_error(
     room = f", for {format_bytes(needed_bytes)} of arrays" if needed_bytes and number in _ROOM else ""
     why = f"{os.strerror(number)}{room} ({reported})" if number else reported
     # Writers report a removed folder in many ways, often as an error of their own metadata.
-    if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
+    if isinstance(folder, Path) and not folder.parent.exists() and number in (None, errno.ENOENT):
         number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({reported})"
     return failed_save(why, step=step, folder=folder, number=number)
 

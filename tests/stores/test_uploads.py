@@ -1,0 +1,118 @@
+"""Objects are written whole or not at all, under conditions, and again where a request failed."""
+
+import os
+
+import pytest
+from bucket_server import bucket
+
+from shardload.errors import UsageError, WriteError
+from shardload.stores import uploads
+from shardload.stores.uploads import TakenError, Uploads
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    (tmp_path / "bucket").mkdir()
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "20")
+    with bucket(tmp_path / "bucket", monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture(params=["s3", "gs"])
+def to(request, server):
+    return Uploads(f"{request.param}://bucket/run")
+
+
+@pytest.fixture
+def big(tmp_path, monkeypatch):
+    """A file that is uploaded in four parts."""
+    monkeypatch.setattr(uploads, "SINGLE_REQUEST_BYTES", MIB)
+    monkeypatch.setattr(uploads, "PART_BYTES", 5 * MIB)
+    (tmp_path / "big").write_bytes(os.urandom(17 * MIB))
+    return tmp_path / "big"
+
+
+def test_conditions_of_a_write(to):
+    first = to.put("a", b"1")
+    with pytest.raises(TakenError, match="run/a exists already"):
+        to.put("a", b"2", only_new=True)
+    second = to.put("a", b"3", replacing=first)
+    with pytest.raises(TakenError):
+        to.put("a", b"4", replacing=first)
+    assert to.read("a") == (b"3", second)
+    assert to.read("b") is None
+
+
+@pytest.mark.parametrize("fault", [500, (503, 1), 429, "reset"])
+def test_a_failed_write_is_repeated(server, to, fault):
+    server.faults["run/a"] = [fault, fault]
+    to.put("a", b"1", only_new=True)
+    assert to.read("a")[0] == b"1"
+    assert [key for method, key, _ in server.writes if method == "PUT"] == ["run/a"] * 3
+
+
+def test_a_write_whose_answer_was_lost_has_succeeded(server, to):
+    def write_and_fail(key):
+        server.write(key, b"1")
+        server.on_put = lambda key: None
+        raise ConnectionResetError
+
+    server.on_put = write_and_fail
+    to.put("a", b"1", only_new=True)
+    assert to.read("a")[0] == b"1"
+
+
+def test_of_a_file_in_parts_only_the_failed_part_is_repeated(server, to, big):
+    server.faults["run/big"] = [500, 503, 500]
+    to.put_files({"big": big, "other": big})
+    for name in ("big", "other"):
+        assert (server.folder / "run" / name).read_bytes() == big.read_bytes()
+    assert sum(n_bytes for _, _, n_bytes in server.writes) < 2 * big.stat().st_size + 4 * 5 * MIB
+    assert not server.parts
+
+
+def test_an_interrupted_upload_leaves_no_parts(server, to, big):
+    asked = []
+
+    def check():
+        asked.append(1)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+
+    server.faults["run/big"] = [500] * 3
+    with pytest.raises(KeyboardInterrupt):
+        to.put_files({"big": big}, check=check)
+    assert not server.parts
+
+
+@pytest.mark.parametrize("code", [403, 404])
+def test_a_bucket_that_refuses_is_found_at_once(server, to, code):
+    server.refused["writable"] = code
+    with pytest.raises(WriteError, match=rf"run/\.staging/writable-\w+ \(at http://.*\) .*: HTTP status {code}"):
+        to.check()
+
+
+def test_errors_name_the_request(server, to):
+    server.refused["run/a"] = 403
+    with pytest.raises(WriteError, match=r"run/a .* may not be written: HTTP status 403 .*\(request REQ123\)"):
+        to.put("a", b"1")
+    server.refused["run/a"] = 400
+    with pytest.raises(WriteError, match=r"run/a .* cannot be written: HTTP status 400"):
+        to.put("a", b"1")
+    server.has_bucket = False
+    with pytest.raises(WriteError, match=r"NoSuchBucket. Create the bucket (s3|gs)://bucket, or check its name"):
+        to.put("b", b"1")
+
+
+def test_many_objects_are_deleted(server, to):
+    for name in "abc":
+        to.put(name, b"1")
+    to.delete(["a", "b", "missing"])
+    assert server.names() == ["run/c"]
+
+
+def test_http_is_not_written_to(server):
+    with pytest.raises(UsageError, match="expected an address at s3:// or gs://"):
+        Uploads(f"{server.http}/run")
