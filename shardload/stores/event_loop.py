@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import gc
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shardload.errors import TransferError, UnsupportedError
@@ -58,6 +60,37 @@ class Fetch:
     def is_too_short(error: TransferError) -> bool:
         """Whether the request failed because the object ends before the requested range."""
         return isinstance(error, OutOfRangeError)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Keep Python's garbage collector from running in the with block, which holds a library's lock and waits for reads.
+
+    The collector runs in any thread that allocates, and frees objects of all. In the thread with the event loop, it
+    would wait for the library's lock (h5py's) to free the library's objects, and the lock for a read by this thread.
+    """
+    with _pausing:
+        if not _paused:
+            _paused.append(gc.isenabled())
+            gc.disable()
+        else:
+            _paused.append(_paused[0])
+    try:
+        _loop().submit(_nothing()).result()  # a collection that has begun there is over
+        yield
+    finally:
+        with _pausing:
+            if _paused.pop() and not _paused:
+                gc.enable()
+
+
+async def _nothing() -> None:
+    pass
+
+
+_pausing = threading.Lock()
+_paused: list[bool] = []
+"""For each with block of `collector_off`, whether the collector was on before the first of them."""
 
 
 class _Loop:

@@ -43,6 +43,7 @@ from shardload.errors import (
 from shardload.loaders.extents import check_shape
 from shardload.loaders.hdf5.structures import HARD, SOFT, Link, Strings, Structures, dense_links, has_dense_links
 from shardload.manifest import Decoded, Extent, Storage, Tensor
+from shardload.stores.event_loop import collector_off
 from shardload.stores.location import Location
 from shardload.stores.store import FileStream
 from shardload.units import exact_bytes
@@ -313,7 +314,8 @@ def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, F
     """
     headers = HeaderLimit(region.path, n_bytes=region.nbytes)
     stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
-    with closing(stream):
+    # h5py reads by the stream while it holds a lock without which none of its objects can be freed.
+    with closing(stream), collector_off() if region.path.store.is_remote else nullcontext():
         with headers.headers() if limit else nullcontext():
             opened = h5py.File(stream, "r")
         with opened as file:
