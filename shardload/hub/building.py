@@ -30,6 +30,7 @@ from shardload.errors import (
     LimitError,
     MissingExtraError,
     SourceError,
+    TransferError,
     UninitialisedError,
     UnsupportedError,
     import_failure,
@@ -282,8 +283,8 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
     """Context in which an error of a model's constructor becomes an error of shardload that names the checkpoint."""
     try:
         yield
-    # These name the checkpoint already.
-    except (UnsupportedError, SourceError, MissingExtraError, LimitError):
+    # These name the checkpoint already, or the store that does not respond.
+    except (UnsupportedError, SourceError, TransferError, MissingExtraError, LimitError):
         raise
     except KeyError as error:
         raise SourceError(

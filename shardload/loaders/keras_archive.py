@@ -326,6 +326,9 @@ def _translated(path: Location) -> Iterator[None]:
         # Encryption and unknown compression; a NotImplementedError is a RuntimeError.
         raise UnsupportedError(f"{path}: {error}; save it again with Keras") from error
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, struct.error, zlib.error, lzma.LZMAError, KeyError) as e:
+        # zipfile takes any OSError for a damaged file: a store that does not respond says nothing about the archive.
+        if isinstance(e.__context__, ShardloadError):
+            raise e.__context__ from None
         raise SourceError(f"{path} is a damaged zip archive: {e}. Download or save it again") from e
 
 

@@ -391,7 +391,9 @@ class PendingObject:
     def result(self) -> memoryview:
         """Wait for the bytes and return them; see `shardload.stores.store.PendingBytes`."""
         found = memoryview(b"") if self._fetch is None else self._fetch.result()
-        if found is None or len(found) < self._n_bytes:
+        if found is None:
+            raise TransferError(f"{self._shown} changed while it was read: there is no such object any more")
+        if len(found) < self._n_bytes:
             raise TransferError(
                 f"{self._shown} changed while it was read: it lacks some of {exact_bytes(self._n_bytes)}"
             )

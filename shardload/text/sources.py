@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import MissingExtraError, SourceError, UnsupportedError, suggests_arguments
+from shardload.errors import MissingExtraError, SourceError, TransferError, UnsupportedError, suggests_arguments
 from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
@@ -79,7 +79,7 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
 
                 found = from_keras_hub(kerashub.preset_tokenizer(manifest))
     # Errors of shardload say enough. All others come from packages that parse the vocabulary.
-    except (UnsupportedError, SourceError, MissingExtraError):
+    except (UnsupportedError, SourceError, TransferError, MissingExtraError):
         raise
     except ImportError as error:
         raise MissingExtraError.explaining(error, needed_for="Reading this tokenizer", extra="hub") from error

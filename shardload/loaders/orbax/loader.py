@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  names of its dtypes
 import numpy as np
 
-from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
+from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
 from shardload.loaders.contents import descendant, listing, member
 from shardload.loaders.extents import checked_tensors
 from shardload.loaders.orbax import ocdbt, zarr
@@ -402,6 +402,8 @@ def _files(folder: Location) -> dict[str, OcdbtValue]:
                 continue
             try:
                 found[key] = OcdbtValue(path, 0, path.store.identity(path.key).size)
+            except ShardloadError:  # some are an OSError: a store that does not respond says nothing about the file
+                raise
             except OSError as error:
                 raise SourceError(f"Cannot read {path}: {error}") from error
             if len(found) > MAX_KEYS:
