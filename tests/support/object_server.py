@@ -26,7 +26,8 @@ class ObjectServer:
     nothing more), ``dripping`` (paths of which it sends 20 bytes a second), ``cut`` (path → how many answers end in the
     middle), ``moved`` (path → status and address of a redirect), ``page`` (a web page sent in place of the objects in
     ``paged``, or of all with ``*``), ``markers`` (empty objects that stand for folders), ``has_index`` (folders are
-    shown by pages with links).
+    shown by pages with links), ``fault`` (called with the handler of a request and its key; answers it and returns
+    True, or leaves it).
     """
 
     def __init__(self, folder):
@@ -38,6 +39,8 @@ class ObjectServer:
         self.dripping = set()
         self.markers = set()  # empty objects that stand for folders
         self.ignores_ranges = self.has_index = self.is_chunked = False
+        self.fault = None  # called with the handler of each request and its key: answers, or returns False
+        self.is_changed = False
         self.released = threading.Event()
         self.server = _Server(("127.0.0.1", 0), self.handler())
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
@@ -151,9 +154,21 @@ def _handler(store):
             bucket, _, key = path.partition("/")
             if bucket != BUCKET:
                 return self._say(404, _xml_error("NoSuchBucket"))
+            if store.fault is not None and store.fault(self, key):
+                return None
             if not key:
                 return self._list(query)
             return self._object(key)
+
+        def refuse(self, code, word, headers):
+            self._say(code, _xml_error(word), headers)
+
+        def send(self, code, body, headers):
+            self._say(code, body, headers)
+            return True
+
+        def begin(self, code, headers):
+            self._headers(code, headers)
 
         def _object(self, key):
             if (code := store.status.get(key, store.status.get("*"))) is not None:
