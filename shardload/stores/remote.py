@@ -48,6 +48,7 @@ _MAX_COPY_BYTES = 64 << 20
 _MAX_COPIED_BYTES = 512 << 20
 """Most bytes of all such copies of a store together."""
 _MAX_COPIED_DEPTH = 4
+_GONE = "changed while it was read: there is no such object any more"
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
@@ -186,7 +187,9 @@ class RemoteStore(Store):
     def page(self, key: str, number: int) -> memoryview:
         """Return 256 KiB of a file, or fewer at its end, for short reads."""
         found = self._pages.get(key, number).result()
-        return memoryview(b"") if found is None else found
+        if found is None:
+            raise TransferError(f"{self.shown(key)} {_GONE}")
+        return found
 
     def _version(self, key: str) -> Version | None:
         """Return an object's size and version, which come with its first page; ``None`` if there is no such object."""
@@ -197,7 +200,7 @@ class RemoteStore(Store):
             return self.requests.empty(key)
         except ForbiddenError as error:
             # Stores that may not tell whether there is such an object refuse access to it.
-            if not self.requests.succeeded and self.can_list:
+            if (not self.requests.succeeded and self.can_list) or self._is_listed(key):
                 raise
             self._refused = self._refused or error
             return None
@@ -206,6 +209,11 @@ class RemoteStore(Store):
                 raise
             return None
         return self.requests.version(key)
+
+    def _is_listed(self, key: str) -> bool:
+        folder, _, name = key.rpartition("/")
+        found = self._folders.get(folder)
+        return found is not None and found.kinds.get(name) == "file"
 
     def _folder(self, key: str) -> _Folder | None:
         if key not in self._folders:
@@ -392,7 +400,7 @@ class PendingObject:
         """Wait for the bytes and return them; see `shardload.stores.store.PendingBytes`."""
         found = memoryview(b"") if self._fetch is None else self._fetch.result()
         if found is None:
-            raise TransferError(f"{self._shown} changed while it was read: there is no such object any more")
+            raise TransferError(f"{self._shown} {_GONE}")
         if len(found) < self._n_bytes:
             raise TransferError(
                 f"{self._shown} changed while it was read: it lacks some of {exact_bytes(self._n_bytes)}"

@@ -29,6 +29,7 @@ from test_load_from_stores import (
 import shardload
 from shardload.cli import main
 from shardload.pipeline.source_facts import content_facts
+from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
 
 SCHEMES = ["s3", "gs", "http"]
@@ -188,7 +189,6 @@ def test_an_object_replaced_between_two_reads_is_an_error(objects, store, tmp_pa
     url = f"{store.s3}/changing.safetensors"
     manifest = shardload.inspect(url)
     save_file({name: value + 1 for name, value in values.items()}, path)
-    from shardload.transfer.read_tensor import read_tensor
 
     with pytest.raises(shardload.errors.TransferError, match="changed while it was read: another version"):
         read_tensor(manifest, "a")
@@ -206,3 +206,21 @@ def test_processes_compare_versions_in_place_of_bytes_where_the_store_tells_them
             sent = store.bytes_sent - before
             assert sent == 0 if scheme != "http" else 0 < sent <= 256 * 256
     assert all(found[scheme, 0] != found[scheme, 1] for scheme in SCHEMES)
+
+
+def test_a_listed_object_that_may_not_be_read_is_not_called_missing(objects, store):
+    """S3 refuses access to objects that are not there, too: what it has listed is there."""
+    name = "orbax_without_ocdbt/zarr/one_kernel/.zarray"
+    assert (objects[0] / name).exists()
+    store.status[name] = 403
+    with pytest.raises(shardload.errors.TransferError, match="may not be read: HTTP status 403"):
+        verify(f"{store.s3}/orbax_without_ocdbt/zarr")
+
+
+def test_an_object_that_is_deleted_while_it_is_read(objects, store):
+    save_file({"a": np.ones((256, 1024), "float32")}, objects[0] / "deleted.safetensors")
+    manifest = shardload.inspect(f"{store.s3}/deleted.safetensors")
+    (objects[0] / "deleted.safetensors").unlink()
+    for _ in range(2):
+        with pytest.raises(shardload.errors.TransferError, match="changed while it was read: there is no such object"):
+            read_tensor(manifest, "a")
