@@ -158,7 +158,7 @@ class RangeCache:
             return False
 
     def find(self, found: CachedObject, start: int, stop: int) -> list[Piece]:
-        """Divide a range of an object into stored pieces and gaps; have the system read the stored ones in advance."""
+        """Divide a range of an object into stored pieces and gaps."""
         now_s = time.monotonic()
         with self._lock:
             listed = self._listed.get(found)
@@ -173,9 +173,6 @@ class RangeCache:
         if now_s - listed.touched_s >= _TOUCH_S:
             listed.touched_s = now_s
             self.folder.touch(found)
-        for piece in pieces:
-            if piece.segment is not None:
-                self.folder.read_ahead(found, piece.segment, piece.start, piece.stop)
         return pieces
 
     def read_into(self, buffer: memoryview, found: CachedObject, piece: Piece) -> bool:

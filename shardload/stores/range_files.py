@@ -162,11 +162,6 @@ class CacheFolder:
         with contextlib.suppress(OSError), self.of(found) as fd:
             os.utime(_DESCRIPTION, dir_fd=fd, follow_symlinks=False)
 
-    def read_ahead(self, found: CachedObject, segment: Segment, start: int, stop: int) -> None:
-        """Have the system read a part of a stored range from the disk, without waiting for it."""
-        with contextlib.suppress(OSError), self._open(found, segment) as fd:
-            os.posix_fadvise(fd, _HEADER_BYTES + start - segment[0], stop - start, os.POSIX_FADV_WILLNEED)
-
     @contextlib.contextmanager
     def _open(self, found: CachedObject, segment: Segment) -> Iterator[int]:
         with self.of(found) as at:
