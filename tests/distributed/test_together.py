@@ -6,12 +6,14 @@ import itertools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 
 import jax
 import keras
 import numpy as np
 import pytest
+from object_server import ObjectServer, served
 from process_runs import Run, told_by
 from progress_calls import Counted
 from safetensors.numpy import save_file
@@ -60,6 +62,25 @@ def sources(tmp_path_factory):
 @pytest.mark.slow
 def test_what_goes_wrong_on_one_ends_all_soon_with_the_cause(sources):
     found = list(outcomes(SHARE, sources, at_once=4))
+    assert [(str(one.case), one.wrong) for one in found if one.wrong] == []
+
+
+FROM_S3 = [
+    Case("load", "headers", "kill", store="s3"), Case("restore", "transfer", "kill", store="s3"),
+    Case("load_arrays", "transfer", "stop", 3, 4, store="s3"), Case("load", "transfer", "raise", 3, 4, store="s3"),
+    Case("load", "transfer", "stall", store="s3"), Case("load_arrays", "headers", "replaced", store="s3"),
+    Case("load", "before", "content", 3, 4, store="s3"), Case("restore", "before", "mesh", store="s3"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_on_one_that_reads_from_an_object_store(sources, monkeypatch):
+    with served(sources[0].parent, monkeypatch), closing(ObjectServer(sources[0].parent)) as stalling:
+        # The server that one process asks sends the beginning of a file, and then nothing.
+        stalling.stalled |= dict.fromkeys(stalling.names(), 1000)
+        monkeypatch.setenv("STALLING_URL", stalling.root)
+        monkeypatch.setenv("BUCKET_FOLDER", str(sources[0].parent))
+        found = list(outcomes(FROM_S3, sources, at_once=4))
     assert [(str(one.case), one.wrong) for one in found if one.wrong] == []
 
 

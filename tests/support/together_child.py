@@ -271,6 +271,22 @@ def count_opened(found):
     load.open_together = arrays.open_together = counted
 
 
+def replace_before_opening(name, bucket):
+    """Have an object replaced by an equal one, which has another ETag, before this process opens it, as the last."""
+    together = load.open_together
+
+    def instead(call, opener):
+        def replaced():
+            tell(wrong="replaced")
+            (bucket / f"{name}.new").write_bytes((bucket / name).read_bytes())
+            (bucket / f"{name}.new").replace(bucket / name)
+            return opener()
+
+        return together(call, replaced)
+
+    load.open_together = arrays.open_together = instead
+
+
 def tell(**what):
     sys.stdout.write(json.dumps({"at": time.time(), **what}) + "\n")
     sys.stdout.flush()
@@ -294,6 +310,10 @@ def main(*arguments):
         at(call, stage, kind)
     if is_victim and kind == "content":
         folder = arguments[10]
+    if is_victim and kind == "replaced":
+        replace_before_opening(source_of(folder, call).removeprefix("s3://bucket/"), Path(os.environ["BUCKET_FOLDER"]))
+    if is_victim and kind == "stall":
+        os.environ |= {"AWS_ENDPOINT_URL": os.environ["STALLING_URL"], "SHARDLOAD_REMOTE_TIMEOUT": "4"}
     if is_victim and kind == "mesh":
         mesh = OTHER_MESH[mesh]
     if is_victim and stage == "script":

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from object_server import BUCKET
 from process_runs import ROOT, Run, told
 from together_child import CALLS, STAGES
 
@@ -36,9 +37,12 @@ class Case:
     kind: str
     victim: int = 1
     processes: int = 2
+    store: str = "disk"
+    """Or ``s3``: then `served_sources` must be served."""
 
     def __str__(self):
-        return f"{self.processes} processes, {self.call}, {self.stage}, {self.kind}, process {self.victim}"
+        where = "" if self.store == "disk" else f", from {self.store}"
+        return f"{self.processes} processes, {self.call}, {self.stage}, {self.kind}, process {self.victim}{where}"
 
     @property
     def cause(self):
@@ -49,6 +53,10 @@ class Case:
             # In the thread that writes a step, it is the reason why the step cannot be saved.
             step = r"(Cannot save step 1 to \S+: )?" if self.call == "save" else ""
             return f"On process {self.victim}: {step}CannotError: the disk caught fire"
+        if self.kind == "stall":
+            return rf"(On process {self.victim}: .*)?cannot be read: it sent nothing for too long"
+        if self.kind == "replaced":
+            return "disagree about the source. The version of file 0|changed while it was read: another version"
         if self.kind in ("step", "model"):
             return f"disagree about the {'model' if self.kind == 'model' else 'arguments. step'}"
         if self.kind in ("content", "mesh"):
@@ -98,7 +106,8 @@ def make_sources(folder):
 
 def outcome(case, sources):
     devices, mesh = MESHES[case.processes]
-    words = (case.call, sources[0], case.stage, case.kind, case.victim, sources[1])
+    one, other = sources if case.store == "disk" else [f"s3://{BUCKET}/{folder.name}" for folder in sources]
+    words = (case.call, one, case.stage, case.kind, case.victim, other)
     module = "ends_early_child" if case.stage == "import" else "together_child"
     with Run(case.processes, devices, mesh, *words, module=module) as run:
         others = [one for i, one in enumerate(run.started) if i != case.victim or case.kind not in ("kill", "stop")]
