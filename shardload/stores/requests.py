@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     import asyncio
 
 
+_DICE = random.SystemRandom()
+"""Not the user's generator, which may be seeded alike on all hosts, and which a load leaves as it is."""
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 4.0
 """Before try 2, 3, …, a random time of up to 0.1, 0.2, … s passes (*full jitter*), so that not all come at once."""
@@ -278,7 +280,7 @@ class Requests:
                     self._forget(name, target)
                     continue
                 spent_s = time.monotonic() - began_s
-                pause_s = random.uniform(0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10)))
+                pause_s = _DICE.uniform(0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10)))
                 if failed.is_passing and failed.is_busy:
                     pause_s += await get_running_loop().run_in_executor(None, self._pause_asked, name)
                 if not failed.is_passing or spent_s + pause_s > window_s(first=not self.answered):

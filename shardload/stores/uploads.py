@@ -31,6 +31,8 @@ from shardload.stores.windows import window_s
 
 _T = TypeVar("_T")
 _STALLS = 4
+_DICE = random.SystemRandom()
+"""Not the user's generator, which may be seeded alike on all hosts, and which a load leaves as it is."""
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 4.0
 """As in `shardload.stores.requests`."""
@@ -204,7 +206,7 @@ class Uploads:
 
     def check(self) -> None:
         """Raise `WriteError` unless objects can be written and deleted here: there is a bucket, and access to it."""
-        name = f".staging/writable-{random.randrange(1 << 32):08x}"
+        name = f".staging/writable-{_DICE.getrandbits(32):08x}"
         self.put(name, b"")
         self.delete([name])
 
@@ -230,7 +232,7 @@ class Uploads:
                 failed = FailedTry.of(error)
                 self._answered = self._answered or (failed.status is not None and not failed.is_passing)
                 spent_s = time.monotonic() - began_s
-                pause_s = random.uniform(0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10)))
+                pause_s = _DICE.uniform(0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10)))
                 if failed.is_passing and failed.is_busy:
                     pause_s += await get_running_loop().run_in_executor(None, self._pause_asked, name)
                 if not failed.is_passing or spent_s + pause_s > self._window_s():
