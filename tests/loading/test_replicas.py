@@ -84,9 +84,11 @@ def test_steps_and_weights_are_exchanged(tmp_path):
     assert min(ratio for _, ratio in ratios[:4]) > 1.9 and max(ratio for _, ratio in ratios[5::2]) < 1.05
 
 
-def test_a_process_that_dies_in_an_exchange_ends_the_others_with_the_cause(source):
+@pytest.mark.parametrize("store", ["disk", "s3"])
+def test_a_process_that_dies_in_an_exchange_ends_the_others_with_the_cause(source, bucket, store):
+    where = source if store == "disk" else f"{bucket.s3}/{source.name}"
     with ThreadPoolExecutor(3) as pool:
-        found = dict(zip(CAUSES, pool.map(partial(end_of, source), CAUSES), strict=True))
+        found = dict(zip(CAUSES, pool.map(partial(end_of, where), CAUSES), strict=True))
     for kind, (said, seconds) in found.items():
         assert said.startswith(CAUSES[kind]) or f"shardload: {CAUSES[kind]}" in said, kind
         assert seconds < 30, kind
