@@ -21,6 +21,7 @@ from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports import printable
+from shardload.stores.clients import is_bucket
 from shardload.stores.local import local_target, working_folder
 from shardload.units import format_seconds
 
@@ -353,7 +354,8 @@ def convert(
 
     $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
     """
-    local_target(target)  # before seconds of imports
+    if not is_bucket(target):
+        local_target(target)  # before seconds of imports
     with options.use_cache(cache, cache_size), streams.results() as out, _way_on(target):
         jax_setup.set_up_jax(note=streams.note)
         from shardload import converting

@@ -310,7 +310,9 @@ DtypeOption = Annotated[
 TargetArgument = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="A folder to create, NAME.weights.h5, or NAME.weights.json.", show_default=False
+        metavar="TARGET",
+        help="A folder to create, NAME.weights.h5, or NAME.weights.json, also at s3:// or gs://.",
+        show_default=False,
     ),
 ]
 To = Annotated[

@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,7 @@ from shardload.converting.targets import (
     shard_bytes_for,
     target_of,
 )
+from shardload.converting.uploading import remote_target
 from shardload.errors import DamagedError, UsageError, suggests_arguments
 from shardload.hub import fidelity
 from shardload.keras_bridge.lora import hidden, lora_layers
@@ -59,6 +60,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve.opening import find_source
 from shardload.runs import digests
 from shardload.runs.listing import is_ours
+from shardload.stores.clients import is_bucket
 from shardload.stores.local import local_target, working_folder
 from shardload.stores.location import Fingerprint, Location
 from shardload.typing import DTypeLike, PathLike
@@ -91,7 +93,8 @@ def convert(
     Args:
         src: Any source that `shardload.load` accepts and that describes its model.
         dst: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
-            ``.weights.json``, with its shards.
+            ``.weights.json``, with its shards. Or its address in a bucket (``s3://``, ``gs://``), to which it is
+            uploaded once it is complete on this machine.
         to: ``"preset"`` (a KerasHub preset), ``"h5"`` (the same, or Keras' files if ``dst`` ends like one),
             ``"safetensors"`` (a Hugging Face folder) or ``"orbax"``; required unless ``dst`` ends like one of Keras'
             files.
@@ -117,6 +120,24 @@ def convert(
         UnsupportedError: When the target format cannot represent it.
         WriteError: When ``dst`` exists already, or cannot be written.
     """
+    if is_bucket(dst):
+        check_kind("overwrite", overwrite, bool, "True or False")
+        with remote_target(str(dst), overwrite=overwrite, progress=as_progress(progress)) as remote:
+            report = convert(
+                src,
+                remote.path,
+                to=to,
+                dtype=dtype,
+                host_memory_bytes=host_memory_bytes,
+                max_shard_bytes=max_shard_bytes,
+                overwrite=overwrite,
+                progress=progress,
+                ignore=ignore,
+                ignore_config=ignore_config,
+                merge_lora=merge_lora,
+                base=base,
+            )
+        return replace(report, target=remote.url)
     began = time.monotonic()
     # Check all that the arguments tell before anything is opened.
     check_kind("dst", dst, str | os.PathLike, "a path")

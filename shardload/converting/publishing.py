@@ -141,7 +141,7 @@ class ConversionFolder:
         shards = sorted(path for path in self.result.iterdir() if path != index)
         for shard in shards:
             _check_shard(self.target.with_name(shard.name), shard, overwrite=overwrite)
-        old = _listed(self.target)
+        old = listed_shards(self.target)
         with defer_interrupt():
             self.target.unlink(missing_ok=True)
             _place(sidecars, removed)
@@ -203,7 +203,7 @@ def _link(made: Path, name: Path) -> None:
     draft.unlink(missing_ok=True)  # rename() keeps it if both names are already one file
 
 
-def _listed(index: Path) -> set[str]:
+def listed_shards(index: Path) -> set[str]:
     """Return the files to delete when a new checkpoint replaces an old one: the shards that the old index lists.
 
     Only names that Keras gives to shards of this index count: a hostile index could name any file. If the index cannot

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -43,6 +44,7 @@ from shardload.converting.targets import (
     target_stem,
     without_ending,
 )
+from shardload.converting.uploading import remote_target
 from shardload.errors import UnsupportedError, UsageError, WriteError, suggests_arguments
 from shardload.keras_bridge.lora import hidden, lora_kernels, lora_layers
 from shardload.keras_bridge.model_state import plain_model
@@ -55,6 +57,7 @@ from shardload.processes.agreement import Topic
 from shardload.processes.joint_call import Alone, Call, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.layout import Bounds
+from shardload.stores.clients import is_bucket
 from shardload.stores.local import local_target, temporary_folder, working_folder
 from shardload.transfer.geometry import address
 from shardload.typing import DTypeLike, PathLike
@@ -90,7 +93,8 @@ def save_as(
     Args:
         model: A built Keras model. It is not changed; do not train it during the call.
         path: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
-            ``.weights.json``, with its shards.
+            ``.weights.json``, with its shards. Or its address in a bucket (``s3://``, ``gs://``), to which it is
+            uploaded once it is complete on this machine.
         to: ``"safetensors"`` (a Hugging Face folder), ``"preset"`` (a KerasHub preset) or ``"h5"`` (Keras' files; a
             folder is a preset); required unless ``path`` ends like one of Keras' files. A model that does not come
             from KerasHub can only be written as Keras' files.
@@ -115,6 +119,26 @@ def save_as(
         ProcessLostError: When another process ended, or does not respond.
     """
     model = plain_model(model)
+    if is_bucket(path):
+        if processes.are_several() and _is_spread(model):
+            raise UnsupportedError(
+                f"Cannot save to {path}: several processes each have a part of the model, expected a path that all of "
+                "them share. Save a step with shardload.save, which takes the address, and convert that"
+            )
+        check_kind("overwrite", overwrite, bool, "True or False")
+        with remote_target(str(path), overwrite=overwrite, progress=as_progress(progress)) as remote:
+            report = save_as(
+                model,
+                remote.path,
+                to=to,
+                dtype=dtype,
+                merge_lora=merge_lora,
+                host_memory_bytes=host_memory_bytes,
+                max_shard_bytes=max_shard_bytes,
+                overwrite=overwrite,
+                progress=progress,
+            )
+        return replace(report, target=remote.url)
     # Of the path only the name must be equal on all processes, as hosts may mount the folder elsewhere.
     name = Path(path).name if isinstance(path, str | os.PathLike) else None
     compared = {"path": name, "to": to, "dtype": dtype, "max_shard_bytes": max_shard_bytes}

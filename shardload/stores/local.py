@@ -37,6 +37,7 @@ from shardload.units import exact_bytes, plural
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/")
 """Matches the start of a URL, also after pathlib merged its slashes. A single letter is a drive of Windows, no URL."""
 _FILE = "file://"
+_BUCKETS = ("s3", "gs")
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
@@ -101,6 +102,8 @@ def local_target(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str) and "://" not in text:
         text = text.replace(":/", "://", 1)  # as it was before pathlib
     copy = "Leave out file://" if scheme[1] == "file" else "Write to a local folder, and copy it from there"
+    if not isinstance(path, str) and scheme[1].lower() in _BUCKETS:
+        copy = "Pass an address of a bucket as text, not as a path"
     raise UsageError(
         f"Cannot write to {text}: it is a URL ({scheme[1]}), expected a path on this machine. {copy}. "
         "(For a folder with such a name, write its absolute path)"

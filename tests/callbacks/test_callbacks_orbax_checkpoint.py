@@ -309,7 +309,7 @@ def test_a_diverged_loss_can_be_read_back(tmp_path):
         ({"checkpointables": {"mine": np.arange(3)}}, "'mine' is a single value"),
         ({"checkpointables": {"mine": jax.numpy.arange(3)}}, "'mine' is a single value"),
         ({"checkpointables": {"mine": 1.5}}, "'mine' is a single value"),
-        ({"directory": "gs://bucket/run"}, "a path on this machine"),
+        ({"directory": "https://host/run"}, "a path on this machine"),
         ({"directory": "ck/{epoch:02d}.keras"}, "steps are folders named by their numbers.* such as 'ck'"),
         ({"directory": "{epoch}"}, "such as 'checkpoints'"),
         ({"directory": "best.weights.h5"}, "such as 'checkpoints'"),

@@ -313,10 +313,10 @@ def test_ctrl_c_is_an_object_for_programs():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["convert", "gpt2_base", "s3://bucket/out", "--to", "orbax", "--json"],
-        ["synth", "gpt2_base", "--directory", "s3://bucket/out", "--json"],
-        ["plan", "gpt2_base", "--mesh", "1x2", "--save-plan", "s3://bucket/out.json", "--json"],
-        ["plan", "gpt2_base", "--mesh", "1x2", "--svg", "s3://bucket/out.svg", "--json"],
+        ["convert", "gpt2_base", "https://bucket/out", "--to", "orbax", "--json"],
+        ["synth", "gpt2_base", "--directory", "https://bucket/out", "--json"],
+        ["plan", "gpt2_base", "--mesh", "1x2", "--save-plan", "https://bucket/out.json", "--json"],
+        ["plan", "gpt2_base", "--mesh", "1x2", "--svg", "https://bucket/out.svg", "--json"],
     ],
 )
 def test_a_url_to_write_to_is_quoted_as_typed_before_anything_is_imported(arguments):
@@ -324,7 +324,7 @@ def test_a_url_to_write_to_is_quoted_as_typed_before_anything_is_imported(argume
     program += "; print('keras' in sys.modules); sys.exit(code)"
     done = run((sys.executable, "-c", program, *arguments))
     told, _, imported = done.stdout.rstrip().rpartition("\n")
-    assert "Cannot write to s3://bucket/out" in json.loads(told)["error"]["message"]
+    assert "Cannot write to https://bucket/out" in json.loads(told)["error"]["message"]
     assert (done.code, imported) == (2, "False")
 
 

@@ -17,7 +17,7 @@ from shardload.parallel import LayoutPlan
 from shardload.stores.local import local_target
 
 SCHEMES = ("s3", "gs", "https", "hf", "abfss", "file")
-URL = "s3://bucket/out"
+URL = "https://bucket/out"
 PLACES = {"dst", "path", "directory", "filepath", "save_plan", "svg"}
 """Names of parameters for places to write to."""
 OTHERS = {"LayoutPlan.load", "LayoutPlan.why", "restore"}
@@ -66,7 +66,9 @@ def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_url_is_refused_by_every_function_that_writes(writer, kind, model):
-    with pytest.raises(UsageError, match=r"^Cannot write to s3:/+bucket/out: it is a URL \(s3\), expected a path"):
+    with pytest.raises(
+        UsageError, match=r"^Cannot write to https:/+bucket/out: it is a URL \(https\), expected a path"
+    ):
         WRITERS[writer](model, kind(URL))
 
 
@@ -98,7 +100,7 @@ COMMANDS = {
 def test_a_url_is_refused_by_every_option_for_a_place(name, capfd):
     assert main([*COMMANDS[name], "--json"]) == 2
     error = json.loads(capfd.readouterr().out)["error"]
-    assert error["message"].startswith("Cannot write to s3:/") and "copy it from there" in error["message"]
+    assert error["message"].startswith("Cannot write to https:/") and "copy it from there" in error["message"]
 
 
 def test_every_option_for_a_place_is_tried_above():
@@ -109,7 +111,7 @@ def test_every_option_for_a_place_is_tried_above():
 
 def test_the_root_of_checkpoints_is_no_url(monkeypatch):
     monkeypatch.setenv("SHARDLOAD_HOME", URL)
-    with pytest.raises(UsageError, match="Cannot write to s3://bucket/out"):
+    with pytest.raises(UsageError, match="Cannot write to https://bucket/out"):
         synth.synth("gemma3_270m", scale=0.01)
 
 
@@ -122,3 +124,9 @@ def test_every_scheme_is_refused(scheme):
 @pytest.mark.parametrize("name", ["C:/models/out", "run:1/out", "12:30/out", "/data/s3:/out", "./s3:/out", "a:b"])
 def test_names_with_a_colon_are_names(name):
     assert local_target(name) == Path(name)
+
+
+@pytest.mark.parametrize("writer", ["convert", "save_as", "Checkpointer"])
+def test_the_address_of_a_bucket_is_no_path(writer, model):
+    with pytest.raises(UsageError, match=r"it is a URL \(s3\).* Pass an address of a bucket as text, not as a path"):
+        WRITERS[writer](model, Path("s3://bucket/out"))
