@@ -42,6 +42,7 @@ WRITERS = {
     "save": lambda model, url: shardload.save(model, url, step=0),
     "Checkpointer": lambda model, url: shardload.Checkpointer(url),
     "callbacks.OrbaxCheckpoint": lambda model, url: OrbaxCheckpoint(url),
+    "cache": lambda model, url: shardload.cache(url),
     "synth.synth": lambda model, url: synth.synth("gemma3_270m", scale=0.01, directory=url),
     "LayoutPlan.save": lambda model, url: LayoutPlan.save(_WithJson(), url),
 }
@@ -90,6 +91,7 @@ def _parameters(value):
 
 COMMANDS = {
     ("convert", "target"): ["convert", "missing", URL, "--to", "orbax"],
+    ("cache", "directory"): ["cache", "--cache", URL],
     ("synth", "directory"): ["synth", "gemma3_270m", "--directory", URL],
     ("plan", "save_plan"): ["plan", "gemma3_270m", "--mesh", "1x2", "--save-plan", f"{URL}.json"],
     ("plan", "svg"): ["plan", "gemma3_270m", "--mesh", "1x2", "--svg", f"{URL}.svg"],
