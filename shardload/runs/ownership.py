@@ -87,6 +87,8 @@ class Ownership:
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
+        self._brief = Uploads(uploads.url, most_s=BEAT_S)
+        """For what must not wait long for a store that does not answer."""
         self._owner = Owner.here()
         self._tag: Tag | None = None
         self._lost: str | None = None
@@ -118,7 +120,7 @@ class Ownership:
         self._ended.set()
         with self._lock, suppress(OwnedByOtherError, ShardloadError):
             self.check()
-            self._uploads.delete([OWNER_FILE])
+            self._brief.delete([OWNER_FILE])
 
     def _replace_dead(self) -> Tag:
         while True:
@@ -151,7 +153,7 @@ class Ownership:
                     return
                 self._owner = replace(self._owner, beat=self._owner.beat + 1, unix_s=time.time())
                 try:
-                    self._tag = self._uploads.put(OWNER_FILE, self._json(), replacing=self._tag)
+                    self._tag = self._brief.put(OWNER_FILE, self._json(), replacing=self._tag)
                 except TakenError:
                     return  # `check` finds out who it was
                 except ShardloadError:

@@ -95,16 +95,19 @@ class RemoteRoot:
         if isinstance(step, bool) or not isinstance(step, int) or not NAME.fullmatch(str(step)):
             raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer of at most 18 digits")
         self._own()
+        self._check_room(step, n_bytes)
         token = f"{step}-{secrets.token_hex(4)}"
         with self._explained(f"save step {step} to {self.place}"):
             self._refuse_existing(step)
             self.uploads.put(f"{_MARKS}/{token}.json", b"{}", only_new=True)
-        return self._staged(step, token, n_bytes)
+        return RemoteStaging(self, step, token, Staging.begin(Root(staging_disk()), step))
 
     def join(self, token: str, *, n_bytes: int) -> RemoteStaging:
         """Begin on this process a step that process 0 has begun: `RemoteStaging.tell` has told the token."""
         remove_stale(staging_disk())
-        return self._staged(int(token.partition("-")[0]), token, n_bytes)
+        step = int(token.partition("-")[0])
+        self._check_room(step, n_bytes)
+        return RemoteStaging(self, step, token, Staging.begin(Root(staging_disk()), step))
 
     def remove(self, step: int) -> None:
         """Remove a step: its record first. If killed in between, `clear_up` of the next run removes the rest."""
@@ -143,7 +146,7 @@ class RemoteRoot:
             _OWNED[self.place] = owned, users + 1
             self._owns = True
 
-    def _staged(self, step: int, token: str, n_bytes: int) -> RemoteStaging:
+    def _check_room(self, step: int, n_bytes: int) -> None:
         disk = staging_disk()
         free = shutil.disk_usage(disk).free
         if n_bytes > free:
@@ -154,7 +157,6 @@ class RemoteRoot:
             )
             made.errno = errno.ENOSPC
             raise made
-        return RemoteStaging(self, step, token, Staging.begin(Root(disk), step))
 
     def _refuse_existing(self, step: int) -> None:
         found = self.uploads.sizes(str(step))
