@@ -3,29 +3,36 @@
 a shardload step         every file against its digests                 verified
 a folder of steps        each of its steps
 any other checkpoint     headers checked, every tensor read to its end  readable: no digests to compare with
+... on a hub             whole files against the hub's SHA-256          verified, if the hub tells that of each file
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from shardload.errors import LimitError, MissingExtraError, ShardloadError, TransferError, UnsupportedError
 from shardload.loaders import open_manifest
-from shardload.manifest import Decoded, EncodedRows, Tensor, UnreadableRows
+from shardload.manifest import Decoded, EncodedRows, Extent, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.runs import digests
 from shardload.runs.listing import is_ours, list_steps, remote_steps
 from shardload.runs.step import STEP_FILE, StepInfo, StepRecord
 from shardload.stores.location import Location
+from shardload.stores.store import PendingBytes, RemoteFile
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
 _READ_BYTES = 8 << 20
 """Most bytes of a tensor in memory at once: verifying reads them only to see that they can be read."""
+_AHEAD = 4
+"""Most such pieces of a file that are requested at once, to be compared with the SHA-256 of a hub."""
 _SHOWN = 20
 """Most problems, and most notes, that a `Verdict` lists; it states how many more there are."""
 
@@ -130,8 +137,11 @@ def _readable(path: Location, shown: Progress) -> Verdict:
     size = sum(t.stored_bytes for t in manifest.tensors.values())
     shown.start(size, f"Verifying {path}")
     # Go on after a damaged tensor: the user wants to know of all of them.
-    problems = []
+    told = {file for file in manifest.files if file.store.sha256(file.key) is not None}
+    problems = [problem for file in manifest.files if file in told and (problem := _differs(file, shown))]
     for tensor in manifest.tensors.values():
+        if isinstance(tensor.storage, Extent) and tensor.storage.path in told:
+            continue  # all bytes of the file were read
         try:
             for n_bytes in _read(tensor):
                 shown.advance(n_bytes)
@@ -151,7 +161,24 @@ def _readable(path: Location, shown: Progress) -> Verdict:
         and not rows.is_size_known
     )
     counts, shortened = (len(manifest.tensors), size), _shortened(tuple(problems))
-    return Verdict(str(path), "damaged" if problems else "readable", *counts, shortened, notes=_shortened(notes))
+    good: Literal["verified", "readable"] = "verified" if told and len(told) == len(manifest.files) else "readable"
+    return Verdict(str(path), "damaged" if problems else good, *counts, shortened, notes=_shortened(notes))
+
+
+def _differs(path: Location, shown: Progress) -> str | None:
+    """Read a file of a hub, and return how its SHA-256 differs from the hub's; ``None`` if it does not."""
+    found, expected = hashlib.sha256(), path.store.sha256(path.key)
+    with closing(path.open()) as opened:
+        file, pending = cast("RemoteFile", opened), deque[PendingBytes]()
+        for start in range(0, file.n_bytes + _AHEAD * _READ_BYTES, _READ_BYTES):
+            if start < file.n_bytes:
+                pending.append(file.begin(start, start + _READ_BYTES))
+            if len(pending) == _AHEAD or (pending and start >= file.n_bytes):
+                found.update(data := pending.popleft().result())
+                shown.advance(len(data))
+    if found.hexdigest() == expected:
+        return None
+    return f"the SHA-256 of {path} is {found.hexdigest()}, expected {expected}"
 
 
 def _read(tensor: Tensor) -> Iterator[int]:

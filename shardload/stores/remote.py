@@ -153,10 +153,14 @@ class RemoteStore(Store):
     def tag(self, key: str) -> str | None:
         """Return an object's ETag in s3 and gs, its SHA-256 on a hub that tells it; see `Store.tag`."""
         if self.requests.known is not None:
-            return self.requests.known.sha256.get(key)
+            return self.sha256(key)
         found = self.requests.version(key)
         # Not over HTTP: each server of an address may make ETags of its own.
         return found.tag or None if found is not None and self.can_list else None
+
+    def sha256(self, key: str) -> str | None:
+        """Return the digest of an object that a hub tells; see `Store.sha256`."""
+        return self.requests.known.sha256.get(key) if self.requests.known is not None else None
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Request the first bytes of files in advance, several at a time; see `Store.read_ahead`."""
@@ -270,7 +274,7 @@ class RemoteStore(Store):
         self._copies.write(key, data, shown=self.shown(key))
 
     def _check(self, key: str, data: memoryview) -> None:
-        expected = self.requests.known and self.requests.known.sha256.get(key)
+        expected = self.sha256(key)
         if expected and (found := hashlib.sha256(data).hexdigest()) != expected:
             raise DamagedError(
                 f"{self.shown(key)} is damaged: its SHA-256 is {found}, expected {expected}. Try again; if this "

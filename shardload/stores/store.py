@@ -129,6 +129,10 @@ class Store(ABC):
         """
         return None
 
+    def sha256(self, key: str) -> str | None:
+        """Return the SHA-256 of a whole file, in hexadecimal, as its store tells it; ``None`` if it tells none."""
+        return None
+
     def local_path(self, key: str) -> Path:
         """Return a local path, perhaps of a copy, for libraries that open files; else raise `UnsupportedError`."""
         raise UnsupportedError(

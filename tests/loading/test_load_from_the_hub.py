@@ -98,7 +98,16 @@ def test_what_is_not_there(hub):
         shardload.inspect("hf://org/model/none.gguf")
     with pytest.raises(SourceNotFoundError, match="hf://org/other"):
         shardload.inspect("hf://org/other")
-    assert [found.verdict for found in verify("hf://org/model")] == ["readable"]
+
+
+def test_files_are_compared_with_the_digests_of_the_hub(hub, folder):
+    [found] = verify("hf://org/model")
+    assert (found.verdict, found.problems) == ("verified", ())
+    name = sorted(folder.glob("*.safetensors"))[-1].name
+    hub.flipped.add(name)
+    [found] = verify("hf://org/model")
+    assert found.verdict == "damaged" and len(found.problems) == 1
+    assert f"{name} is " in found.problems[0] and found.problems[0].endswith(f"expected {hub.sha256(name)}")
 
 
 def test_a_step_in_a_repository_is_verified(hub, folder):

@@ -26,6 +26,7 @@ class HubServer:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.requests, self.signature, self.is_gated, self.tampered = [], 0, False, set()
+        self.flipped = set()  # names of files of which one bit is another than the digest says
         handler = type("Handler", (_Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
@@ -99,6 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = (self.hub.folder / name).read_bytes()
         if name in self.hub.tampered:
             content = bytes(len(content))
+        if name in self.hub.flipped:
+            content = content[:-1] + bytes([content[-1] ^ 1])
         headers = headers | {"Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT", "Accept-Ranges": "bytes"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked is None:
