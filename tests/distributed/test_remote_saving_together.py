@@ -2,8 +2,11 @@
 
 import signal
 
+import jax
+import numpy as np
 import pytest
 from bucket_server import bucket
+from orbax.checkpoint import v1 as ocp
 from process_runs import Run, told_by
 
 from shardload.runs.listing import list_steps
@@ -19,6 +22,15 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_STAGING", str(tmp_path / "staging"))
     with bucket(tmp_path / "bucket", monkeypatch) as found:
         yield found
+
+
+def read_by_orbax(step):
+    """All values of a step, read by plain Orbax."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stored = ocp.checkpointables_metadata(str(step)).metadata["pytree"]
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), stored)
+    found = ocp.load_checkpointables(str(step), {"pytree": wanted})["pytree"]
+    return [np.asarray(value).tobytes() for value in jax.tree.leaves(found)]
 
 
 def test_a_killed_run_goes_on_with_other_processes_and_another_mesh(server, tmp_path):
@@ -48,4 +60,5 @@ def test_a_killed_run_goes_on_with_other_processes_and_another_mesh(server, tmp_
     resumed = told_by(4, 1, "2x2", "resume", url)
     assert {(one["step"], one["digest"]) for one in resumed} == {(16, whole["digest"])}
     assert [info.step for info in list_steps(url)][-1] == 16
+    assert read_by_orbax(server.folder / "run/16") == read_by_orbax(tmp_path / "local/16")
     assert not [name for name in server.names() if name.startswith("run/10/") or "/.staging/" in name]
