@@ -50,7 +50,7 @@ with shardload.Checkpointer("run", max_to_keep=3, keep_best=1) as checkpointer:
     last = checkpointer.restore(model, optimizer=keras.optimizers.Adam(), mesh={"data": 2, "model": 4})
     number: int = last.step if last is not None else 0
     checkpointer.save(number + 1, model, metrics={"loss": 0.5}, metadata={"note": "mine"})
-folder: Path = shardload.save(model, Path("run"), step=1, compression="zstd")
+folder: Path | str = shardload.save(model, Path("run"), step=1, compression="zstd")
 shardload.save(model, "run")  # type: ignore[call-arg]
 shardload.load("gemma3_270m", layout={"dense/kernel": (None, "model")}, mesh={"data": 2.5})  # type: ignore[dict-item]
 
