@@ -131,7 +131,7 @@ class Faults:
             told = (first + 1, last + 1) if kind == "shifted" else told
         headers |= {"Content-Range": f"bytes {told[0]}-{told[1]}/{total}"} if asked else {}
         if kind in ("cut", "stall"):
-            handler.begin(206 if asked else 200, headers | {"Content-Length": str(len(body))})
+            handler.send_head(206 if asked else 200, headers | {"Content-Length": str(len(body))})
             handler.wfile.write(body[: len(body) // 2])
             handler.wfile.flush()
             if kind == "stall":

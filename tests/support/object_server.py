@@ -167,9 +167,6 @@ def _handler(store):
             self._say(code, body, headers)
             return True
 
-        def begin(self, code, headers):
-            self._headers(code, headers)
-
         def _object(self, key):
             if (code := store.status.get(key, store.status.get("*"))) is not None:
                 store.requests.append((self.command, key, None, 0))
