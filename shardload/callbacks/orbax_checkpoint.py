@@ -181,6 +181,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._last_saved = -1
         self._warned: set[str] = set()
         self._preemption = Preemption()
+        self._preempted = False
         self._position = Position()
         self._others = OtherCallbacks()
         self._first: Resumption | None = None
@@ -201,6 +202,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """The best value of ``monitor`` so far, among the steps that ``best_of`` selects."""
         return self._saver.monitor.best
 
+    @property
+    def preempted(self) -> bool:
+        """Whether ``SIGTERM`` ended the last ``fit`` early, with a step saved: a script can then exit as unfinished."""
+        return self._preempted
+
     def wait_until_finished(self) -> None:
         """Return when no save is running.
 
@@ -211,6 +217,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Prepare the folder, find the step to resume from, if any, and make ``fit`` continue after it."""
+        self._preempted = False
         self._saver.writer.settle()
         self._saver.begin()
         model = self.model
@@ -238,7 +245,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             forget_first_epoch(model)
         elif first.is_due and (ended_by := self._others.resume(first.info)) and epochs is not None:
             first.end(model, epochs, ended_by)
-        for notice in () if first is None else first.notices(epochs=epochs, newest=newest):
+        notices = [] if first is None else list(first.notices(epochs=epochs, newest=newest))
+        if first is not None and self.verbose and not notices:
+            notices = [f"Resumed step {first.info.step} of {first.info.folder}"]
+        for notice in notices:
             self._say(f"{notice}\n")
         for line in self._saver.compare(model, steps, resumed, channel=self._decisions):
             self._say(f"{line}\n")
@@ -290,7 +300,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             if self._total > self._last_saved:
                 self._save(plain_logs(logs), epoch_done=self._at_end)
             self._saver.writer.wait()
-            self.model.stop_training = True
+            self.model.stop_training = self._preempted = True
             self._say(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:

@@ -13,6 +13,7 @@ All savers of one process share its ownership, as two callbacks of one ``fit`` s
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -138,6 +139,10 @@ class Ownership:
     def _gives_sign(self, found: tuple[bytes, Tag]) -> bool:
         if time.time() - Owner.of_json(found[0]).unix_s > _LONG_AGO_S:
             return False
+        logging.getLogger("shardload").warning(
+            "Waiting up to %.0f s to see whether %s, which saved to %s, is still alive",
+            WATCH_S, Owner.of_json(found[0]), self._uploads.url,
+        )  # fmt: skip
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             time.sleep(OWNER_LOOK_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import http.client
 import math
+import os
 import re
 import ssl
 import time
@@ -48,6 +49,8 @@ _NO_HEADER = re.compile("(?:Last-Modified|ETag) Header missing", re.IGNORECASE)
 _DETAILS = "\n\nDebug source:"
 _REQUEST = re.compile(r".*?Error performing \S+ \S+ in \S+ - ", re.DOTALL)
 """Matches the beginning of a sentence, with the address, which may be signed."""
+_DENIED = re.compile("access ?denied", re.IGNORECASE)
+"""Matches what S3 says of an object in the answer to a request that deletes many, whose own status is 200."""
 _BAD_NAME = re.compile(r'Encountered object with invalid path: .*?Path "([^"]*)"', re.DOTALL)
 """Matches what obstore says of a list with a name that it cannot take apart, such as ``a//b`` or ``a/../b``."""
 _REQUEST_ID = re.compile(r"<RequestId>([^<]{1,100})</RequestId>")
@@ -140,7 +143,7 @@ class FailedTry:
             code = "no length"
         elif status == 404:  # of a listing
             code = "missing"
-        elif status in (401, 403):
+        elif status in (401, 403) or (status is None and not code and _DENIED.search(sentence)):
             code = "forbidden"
         elif name := _BAD_NAME.search(sentence):
             return cls(name[1], code="bad name")
@@ -204,7 +207,7 @@ def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: f
         case "missing":
             return SourceNotFoundError(f"There is no {where}: {found.said}. Check the address")
         case "forbidden":
-            return ForbiddenError(f"{where} may not be read: {found.said}. {_ACCESS.get(scheme, _LOG_IN)}")
+            return ForbiddenError(f"{where} may not be read: {found.said}. {_access(scheme)}")
         case "changed":
             return changed(where)
         case "bad name":
@@ -232,7 +235,7 @@ def write_failure(
             made = WriteError(f"{where} cannot be {doing}: {found.said}. Create the bucket {bucket}, or check its name")
             made.errno = errno.ENOENT
         case "forbidden":
-            made = WriteError(f"{where} may not be {doing}: {found.said}. {_access_to_write(scheme)}")
+            made = WriteError(f"{where} may not be {doing}: {found.said}. {_access(scheme, to_write=True)}")
             made.errno = errno.EACCES
         case _:
             repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
@@ -242,7 +245,13 @@ def write_failure(
     return made
 
 
-def _access_to_write(scheme: str) -> str:
+def _access(scheme: str, *, to_write: bool = False) -> str:
+    """Return the way out of a refusal: other rights for the credentials that were sent, or credentials."""
+    if scheme == "s3" and os.environ.get("AWS_ACCESS_KEY_ID"):
+        rights = "s3:PutObject and s3:DeleteObject" if to_write else "s3:GetObject and s3:ListBucket"
+        return f"The keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY were sent: grant them {rights}, or set others"
+    if not to_write:
+        return _ACCESS.get(scheme, _LOG_IN)
     # Without what concerns public buckets, which nobody may write to.
     return re.sub(r"(, or AWS_NO_SIGN|\. GOOGLE_SKIP).*", "", _ACCESS.get(scheme, "")) + ", and grant it write access"
 

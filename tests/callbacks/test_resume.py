@@ -232,11 +232,21 @@ def test_resume_begins_at_the_beginning_where_there_is_nothing(tmp_path):
 
 def test_sigterm_saves_once_more_and_ends_fit(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    _, lengths = fit(model(), data(), OrbaxCheckpoint(tmp_path), At(17, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    ended = OrbaxCheckpoint(tmp_path)
+    _, lengths = fit(model(), data(), ended, At(17, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert sum(lengths.values()) in (17, 18) and signal.getsignal(signal.SIGTERM) is before
-    again = model()
-    fit(again, data(), OrbaxCheckpoint(tmp_path, resume=True))
-    assert same(uninterrupted()[0], again)
+    assert ended.preempted
+    again, resumed = model(), OrbaxCheckpoint(tmp_path, resume=True)
+    fit(again, data(), resumed)
+    assert same(uninterrupted()[0], again) and not resumed.preempted
+
+
+def test_the_step_to_resume_is_said_if_asked(tmp_path, capsys):
+    fit(model(), data(), OrbaxCheckpoint(tmp_path), epochs=1)
+    fit(model(), data(), OrbaxCheckpoint(tmp_path, resume=True), epochs=2)
+    assert "Resumed" not in capsys.readouterr().out
+    fit(model(), data(), OrbaxCheckpoint(tmp_path, resume=True, verbose=1), epochs=3)
+    assert f"Resumed step 20 of {tmp_path}\n" in capsys.readouterr().out
 
 
 def test_arrays_do_not_say_where_they_stood_and_the_epoch_begins_again(tmp_path):

@@ -106,6 +106,16 @@ def test_errors_name_the_request(server, to):
         to.put("b", b"1")
 
 
+def test_a_right_that_is_missing_is_named(server):
+    to = Uploads("s3://bucket/run")
+    server.refused["run/a"] = 403
+    with pytest.raises(WriteError, match=r"were sent: grant them s3:PutObject and s3:DeleteObject, or set others"):
+        to.put("a", b"1")
+    server.keeps = "writable"  # told for each object, in an answer with status 200
+    with pytest.raises(WriteError, match=r"writable-\w+ .* may not be deleted: Access Denied. The keys .* grant them"):
+        to.check()
+
+
 def test_many_objects_are_deleted(server, to):
     for name in "abc":
         to.put(name, b"1")

@@ -20,13 +20,14 @@ class BucketServer(ObjectServer):
 
     ``refused`` (pattern of keys → HTTP status of every write), ``faults`` (pattern of keys → list of what the next
     writes meet: a status, ``(503, seconds to wait)``, or "reset"), ``on_put`` (called with each key before it is
-    written), ``has_bucket``.
+    written), ``has_bucket``, ``keeps`` (pattern of keys that may not be deleted, or None).
     """
 
     def __init__(self, folder):
         self.parts, self.refused, self.faults, self.writes = {}, {}, {}, []
         self.on_put = lambda key: None
         self.has_bucket = True
+        self.keeps = None
         self.generations = {}
         self.numbers = itertools.count(1)
         super().__init__(folder)
@@ -128,11 +129,16 @@ def _writing(store, base):
 
         def _bulk(self, body):
             keys = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", body)]
+            told = ""
             for key in keys:
+                if store.keeps and re.search(store.keeps, key):
+                    why = "<Code>AccessDenied</Code><Message>Access Denied</Message>"
+                    told += f"<Error><Key>{escape(key)}</Key>{why}</Error>"
+                    continue
                 store.writes.append(("DELETE", key, 0))
                 store.remove(key)
-            deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
-            return self._say(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+                told += f"<Deleted><Key>{escape(key)}</Key></Deleted>"
+            return self._say(200, f"<DeleteResult>{told}</DeleteResult>".encode())
 
         def _parts(self, key, query):
             if "uploads" in query:
