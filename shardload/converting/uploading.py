@@ -105,8 +105,8 @@ def remote_target(url: str, *, overwrite: bool, progress: Progress) -> Iterator[
         yield target
         target.upload(overwrite=overwrite, progress=progress)
     except BaseException as error:
-        # The folder is removed: a conversion to a bucket does not continue, it starts again.
-        error.__notes__ = [note for note in getattr(error, "__notes__", ()) if str(folder) not in note]
+        # They say how to continue in the folder, but it is removed: a conversion to a bucket starts again.
+        error.__notes__ = []
         error.add_note(f"Nothing is left at {uploads.shown(name)} of what was written.")
         raise
     finally:

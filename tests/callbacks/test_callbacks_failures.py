@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from unittest.mock import Mock
 
 import keras
@@ -16,7 +17,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SaveError
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.loaders.orbax.saving import save_error
-from shardload.runs import best, writer
+from shardload.runs import publish, writer
 from shardload.runs.digests import find_damage
 from shardload.runs.listing import list_steps
 
@@ -256,26 +257,26 @@ def test_a_script_that_ends_in_an_exception_ends_cleanly(tmp_path, how, told):
 
 @pytest.mark.slow
 def test_saves_do_not_wait_for_steps_to_be_removed_but_fit_does(tmp_path, monkeypatch):
-    real, go, seen = best.remove_step, threading.Event(), []
+    real, go, seen = publish.remove_step, threading.Event(), []
 
     def slow(root, step):
         seen.append(steps_in(tmp_path))
         assert go.wait(60)
         real(root, step)
 
-    monkeypatch.setattr(best, "remove_step", slow)
+    monkeypatch.setattr(publish, "remove_step", slow)
     callback = OrbaxCheckpoint(tmp_path, save_freq=1, background_delete=True)
     fit(compiled(), callback, Batches({3: lambda: (settle(), go.set())}))
     assert seen[0] == [1, 2] and steps_in(tmp_path) == [4]
 
 
 def test_a_failure_to_remove_in_the_background_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(best, "remove_step", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(publish, "remove_step", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(SaveError, match=r"Step \d is saved in .*Permission denied"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, background_delete=True))
     assert steps_in(tmp_path) == [2, 4]
 
 
 def test_what_orbax_says_ends_in_one_full_stop():
-    said = str(save_error(ValueError("Found empty item."), step=3, folder="/nowhere/else/step"))
+    said = str(save_error(ValueError("Found empty item."), step=3, folder=Path("/nowhere/else/step")))
     assert "Found empty item)" in said and ".." not in said

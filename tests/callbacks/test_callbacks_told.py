@@ -63,7 +63,7 @@ def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, 
 
 def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_path, monkeypatch):
     text = f"Cannot read {tmp_path}/1, which may be a step: Permission denied. Grant this user read access"
-    monkeypatch.setattr(best, "list_steps", Mock(side_effect=SourceError(text)))
+    monkeypatch.setattr(best, "steps_of_run", Mock(side_effect=SourceError(text)))
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)
