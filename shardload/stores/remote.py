@@ -195,7 +195,7 @@ class RemoteStore(Store):
             raise TransferError(f"{self.shown(key)} {_GONE}")
         return found
 
-    def _version(self, key: str) -> Version | None:
+    def _version(self, key: str, *, may_be_folder: bool = True) -> Version | None:
         """Return an object's size and version, which come with its first page; ``None`` if there is no such object."""
         try:
             if self._pages.get(key, 0).result() is None:
@@ -209,7 +209,7 @@ class RemoteStore(Store):
             self._refused = self._refused or error
             return None
         except WebPageError:
-            if self._folder(key) is None:
+            if not may_be_folder or self._folder(key) is None:
                 raise
             return None
         return self.requests.version(key)
@@ -249,7 +249,8 @@ class RemoteStore(Store):
 
     def _is_object(self, key: str) -> bool:
         try:
-            return self._version(key) is not None
+            # Not a folder: a server that answers any address with a page to log in has folders in folders without end.
+            return self._version(key, may_be_folder=False) is not None
         except WebPageError:
             return False
 

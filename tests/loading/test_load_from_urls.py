@@ -224,3 +224,10 @@ def test_an_object_that_is_deleted_while_it_is_read(objects, store):
     for _ in range(2):
         with pytest.raises(shardload.errors.TransferError, match="changed while it was read: there is no such object"):
             read_tensor(manifest, "a")
+
+
+def test_a_server_that_answers_everything_with_a_web_page_has_no_checkpoint(objects, store):
+    store.paged.add("*")
+    with pytest.raises(shardload.errors.ShardloadError, match=r"page to log in|no checkpoint|nothing at"):
+        verify(f"{store.http}/orbax_without_ocdbt/zarr")
+    assert len(store.requests) < 200
