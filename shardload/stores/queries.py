@@ -10,6 +10,7 @@ from shardload.stores.answers import FailedTry
 from shardload.stores.objects import Version
 from shardload.stores.pace import Pace
 from shardload.stores.windows import stall_s
+from shardload.units import exact_bytes
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -110,7 +111,7 @@ async def _in_time(answer: Any) -> Any:
     try:
         return await wait_for(answer.bytes_async(), limit_s)
     except TimeoutError:
-        raise TimeoutError(f"it sent less than {last - first} bytes in {limit_s:.3g} s") from None
+        raise TimeoutError(f"it sent less than {exact_bytes(last - first)} in {limit_s:.3g} s") from None
 
 
 def _is_page(answer: Any) -> bool:

@@ -28,6 +28,7 @@ from shardload.stores.clients import Address, client, is_bucket
 from shardload.stores.event_loop import Fetch
 from shardload.stores.requests import Requests
 from shardload.stores.windows import window_s
+from shardload.units import exact_bytes
 
 _T = TypeVar("_T")
 _STALLS = 4
@@ -268,4 +269,4 @@ def _blocks(path: Path, n_bytes: int, part: int, given_up: threading.Event) -> I
             left -= len(block)
             yield block
     if left:
-        raise WriteError(f"Cannot upload {path}: its size changed while it was read, expected {n_bytes} bytes")
+        raise WriteError(f"Cannot upload {path}: its size changed while it was read, expected {exact_bytes(n_bytes)}")

@@ -169,7 +169,7 @@ def test_a_server_that_hangs_is_waited_for_once(objects, store, monkeypatch):
         store.stalled[name] = 0
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
     began = time.monotonic()
-    with pytest.raises(TransferError, match="sent nothing for too long"):
+    with pytest.raises(TransferError, match=r"sent (nothing for too long|less than)"):
         verify(store.http + "/run/2")
     # 1 s for each of the threads before.
     assert time.monotonic() - began < 2.5

@@ -52,8 +52,8 @@ CALLS = {
 CASES = [(call, name) for call, names in CALLS.items() for name in names]
 CASES += [("restore", "step"), ("load_arrays", "step")] * 2
 """Calls and formats, in turn."""
-_KEPT = ("MainThread", "event-loop-of-stores", "shardload-faults", "asyncio_")
-"""Threads that may be there after a load."""
+_KEPT = ("MainThread", "event-loop-of-stores", "shardload-faults", "asyncio_", "grain-prefetch")
+"""Threads that may be there after a load; Grain's are those of other tests of this process."""
 CAUSES = {
     "403": "may not be read", "expired": "may not be read|ExpiredToken", "429": "429", "500": "500", "503": "503",
     "404": "[Tt]here is no|lacks|missing|not found|does not exist", "no ranges": "ignores range|could not be read",
