@@ -245,9 +245,13 @@ def write_failure(
     return made
 
 
+_KEYS = {"s3": "AWS_ACCESS_KEY_ID"}
+"""Scheme → variable of the environment that has the name of a key, which would be sent."""
+
+
 def _access(scheme: str, *, to_write: bool = False) -> str:
     """Return the way out of a refusal: other rights for the credentials that were sent, or credentials."""
-    if scheme == "s3" and os.environ.get("AWS_ACCESS_KEY_ID"):
+    if os.environ.get(_KEYS.get(scheme, "")):
         rights = "s3:PutObject and s3:DeleteObject" if to_write else "s3:GetObject and s3:ListBucket"
         return f"The keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY were sent: grant them {rights}, or set others"
     if not to_write:

@@ -76,12 +76,15 @@ class ObjectBytes(Query):
                 raise answers.web_page(self._store.url, self._name) from None
             if failed.code == "no ranges" or (failed.status == 416 and self._start):
                 # Perhaps a web page: shorter than the file, or made for this request.
-                self._refuse_page(await self._whole(client, path))
+                self._refuse_page(_is_page(await self._whole(client, path)))
             raise
-        self._refuse_page(answer)
-        self._store.note(self._name, Version.of(answer.meta))
-        answered_s = time.monotonic()
-        found = memoryview(await _in_time(answer))
+        try:
+            self._refuse_page(_is_page(answer))
+            self._store.note(self._name, Version.of(answer.meta))
+            answered_s = time.monotonic()
+            found = memoryview(await _in_time(answer))
+        finally:
+            del answer  # an error keeps its frames, and an answer that is not read its connection
         body_s = time.monotonic() - answered_s
         self._store.pace.note(latency_s=answered_s - began_s, body_s=body_s, n_bytes=len(found))
         return found
@@ -96,8 +99,8 @@ class ObjectBytes(Query):
                 raise answers.web_page(self._store.url, self._name) from None
             raise
 
-    def _refuse_page(self, answer: Any) -> None:
-        if _is_page(answer) and not self._store.can_list and not self._name.endswith((".html", ".htm")):
+    def _refuse_page(self, is_page: bool) -> None:
+        if is_page and not self._store.can_list and not self._name.endswith((".html", ".htm")):
             raise answers.web_page(self._store.url, self._name)
 
 
@@ -112,6 +115,8 @@ async def _in_time(answer: Any) -> Any:
         return await wait_for(answer.bytes_async(), limit_s)
     except TimeoutError:
         raise TimeoutError(f"it sent less than {exact_bytes(last - first)} in {limit_s:.3g} s") from None
+    finally:
+        del answer
 
 
 def _is_page(answer: Any) -> bool:

@@ -160,7 +160,8 @@ def main(folder, other):
         else:
             faults, server.fault = server.fault, None
             server.released.set()
-            while faults.running:
+            until = time.monotonic() + 10  # an answer that nobody reads may not end
+            while faults.running and time.monotonic() < until:
                 time.sleep(0.01)
             server.released.clear()
             tell({"requests": faults.count, "faults": faults.done})
