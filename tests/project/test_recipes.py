@@ -13,6 +13,8 @@ from pathlib import Path
 import kubernetes_fields
 import pytest
 import warm_start
+import yaml
+from bucket_server import bucket
 from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 from process_runs import job_of_a_free_port
 
@@ -166,6 +168,64 @@ def test_pods_find_each_other_by_the_names_in_their_command(name):
     assert mounted == {volume["name"] for volume in pod.get("volumes", ())}
 
 
+def job_set_form():
+    """The fields of JobSet v1alpha2 (github.com/kubernetes-sigs/jobset, api/jobset/v1alpha2) that the page uses."""
+    job = json.loads(kubernetes_fields.STORED.read_text())["batch/v1 Job"]["fields"]["spec"]
+    template = {"required": [], "fields": {"spec": job}}
+    replicated = {"required": ["name", "template"], "fields": {"name": "string", "template": template}}
+    policy = {"required": [], "fields": {"maxRestarts": "integer"}}
+    spec = {"required": [], "fields": {"failurePolicy": policy, "replicatedJobs": {"items": replicated}}}
+    metadata = {"required": [], "fields": {"name": "string"}}
+    fields = {"apiVersion": "string", "kind": "string", "metadata": metadata, "spec": spec}
+    return {"required": [], "fields": fields}
+
+
+@pytest.fixture
+def job_set():
+    (text,) = re.findall(
+        r'^```yaml title="train.yaml"\n(.*?)^```', page("load-on-kubernetes"), re.DOTALL | re.MULTILINE
+    )
+    return yaml.safe_load(text)
+
+
+def test_a_job_set_has_only_fields_that_exist(job_set):
+    assert kubernetes_fields.title_of(job_set) == "jobset.x-k8s.io/v1alpha2 JobSet"
+    assert kubernetes_fields.problems(job_set, job_set_form()) == []
+    job_set["spec"]["failurePolicy"]["maxRestart"] = 3
+    assert kubernetes_fields.problems(job_set, job_set_form(), "JobSet") == [
+        "JobSet.spec.failurePolicy has an unknown field maxRestart"
+    ]
+
+
+def test_pods_of_a_job_set_have_names_and_room(job_set):
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    job, name = replicated["template"]["spec"], job_set["metadata"]["name"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    environ = {one["name"]: one["value"] for one in container["env"]}
+    assert environ["COORDINATOR"] == f"{name}-{replicated['name']}-0-0.{name}:1234"
+    assert int(environ["PROCESSES"]) == job["completions"] == job["parallelism"]
+    mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    volumes = {one["name"]: one["emptyDir"] for one in pod["volumes"]}
+    assert mounts.keys() == volumes.keys() and environ["SHARDLOAD_STAGING"] == mounts["staging"]
+    room, limit = volumes["staging"]["sizeLimit"], container["resources"]["limits"]["ephemeral-storage"]
+    assert int(room.removesuffix("Gi")) < int(limit.removesuffix("Gi"))
+    assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
+
+
+# ---- buckets -------------------------------------------------------------------------------------
+
+
+def test_policies_and_rules_of_buckets_are_json():
+    text = page("save-to-object-stores")
+    policy, amazon, google = map(json.loads, re.findall(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    actions = {action for one in policy["Statement"] for action in [one["Action"]] if isinstance(action, str)}
+    actions |= {action for one in policy["Statement"] if isinstance(one["Action"], list) for action in one["Action"]}
+    assert actions == set(re.findall(r"`(s3:\w+)`", text))
+    assert amazon["Rules"][0]["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
+    assert [one["action"]["type"] for one in google["rule"]] == ["AbortIncompleteMultipartUpload", "Delete"]
+
+
 # ---- Slurm, two networks, notebooks: run ---------------------------------------------------------
 
 
@@ -213,11 +273,104 @@ def test_the_slurm_script_loads_with_two_tasks(source, commands, tmp_path, monke
     (commands / "srun").write_text(SRUN)
     (commands / "srun").chmod(0o755)
     monkeypatch.setenv("SLURM_JOB_ID", str(job_of_a_free_port()))
-    (script,) = scripts("load-on-slurm")
-    done = run_script(script, source, "2x2", cwd=tmp_path)
+    done = run_script(scripts("load-on-slurm")[0], source, "2x2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0: note: process 0 of 2, started by Slurm; waiting for the other process" in done.stdout
     assert "0: Mesh          batch=2,model=2 (4 cpu devices)" in done.stdout
+
+
+TRAINING = """
+import grain, keras, numpy as np
+
+def distribution():
+    layout = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 2), ("batch", "model")))
+    layout[".*kernel"] = (None, "model")
+    options = {"batch_dim_name": "batch", "auto_shard_dataset": False}
+    return keras.distribution.ModelParallel(layout_map=layout, **options)
+
+def build_model():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8)])
+    model.compile("adam", "mse")
+    return model
+
+def examples():
+    x = np.random.default_rng(0).random((256, 64), "float32")
+    return grain.MapDataset.source(list(zip(x, x[:, :8]))).shuffle(seed=1).repeat(1000)
+"""
+
+PREEMPTING_SRUN = """#!/bin/bash
+# Starts two tasks, and sends SIGTERM to the second one when there is a step that was not there before.
+[[ "$1 $2" == "--kill-on-bad-exit=0 --label" ]] || exit 9
+shift 2
+export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost SLURM_LOCALID=0
+before=$(ls -d "$BUCKET"/run/*/shardload/digests.json 2>/dev/null)
+SLURM_PROCID=0 "$@" &
+first=$!
+SLURM_PROCID=1 "$@" &
+until now=$(ls -d "$BUCKET"/run/*/shardload/digests.json 2>/dev/null) && [[ "$now" != "$before" ]]; do
+    kill -0 $first 2>/dev/null || break
+    sleep 0.2
+done
+kill -TERM $!
+highest=0
+for task in $first $!; do
+    code=0
+    wait $task || code=$?
+    ((code > highest)) && highest=$code
+done
+exit $highest
+"""
+
+
+def training_script(name):
+    """The script of a page. Its fence says ``py``: test_docs_examples runs blocks of ``python`` in its own process."""
+    (text,) = re.findall(r"^```py\n(.*?)^```", page(name), re.DOTALL | re.MULTILINE)
+    return text
+
+
+def test_both_training_scripts_differ_only_in_how_they_connect():
+    slurm, kubernetes = map(training_script, ["load-on-slurm", "load-on-kubernetes"])
+    after = [text.partition("import shardload")[2].partition('"gs://BUCKET/run"') for text in (slurm, kubernetes)]
+    assert after[1][1] and after[0][0].replace("s3://", "gs://") == "".join(after[1])
+    compile(kubernetes, "train.py", "exec")
+
+
+@pytest.mark.slow
+def test_a_preempted_slurm_job_is_queued_again_and_continues(commands, tmp_path, monkeypatch):
+    made = {
+        "srun": PREEMPTING_SRUN,
+        "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/queued\n',
+        "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
+    }
+    for name, text in made.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    job = job_of_a_free_port()
+    monkeypatch.setenv("SLURM_JOB_ID", str(job))
+    monkeypatch.setenv("BUCKET", str(tmp_path / "bucket"))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "my_training.py").write_text(TRAINING)
+    batch = scripts("load-on-slurm")[1].replace("/local/", f"{tmp_path}/local/")
+    with bucket(tmp_path / "bucket", monkeypatch) as server:
+        smaller = {
+            "s3://BUCKET": server.s3,
+            "global_batch_size=512": "global_batch_size=32",
+            "save_freq=500": "save_freq=20",
+        }
+        train = training_script("load-on-slurm")
+        for old, new in smaller.items():
+            assert old in train
+            train = train.replace(old, new)
+        (tmp_path / "train.py").write_text(train)
+        first = run_script(batch, cwd=tmp_path)
+        steps = list_steps(f"{server.s3}/run")
+        second = run_script(batch, cwd=tmp_path)
+        later = list_steps(f"{server.s3}/run")
+    assert (first.returncode, second.returncode) == (143, 143), first.stdout + first.stderr + second.stderr
+    assert f"Resumed step {steps[-1].step} of " in second.stdout and later[-1].step > steps[-1].step
+    assert (tmp_path / "queued").read_text() == f"requeue {job}\n" * 2
+    assert len(list((tmp_path / "local" / f"shardload-{job}").iterdir())) == 1  # where the page says
 
 
 def can_make_networks():
