@@ -299,6 +299,8 @@ def _finish(
         return str(staging.publish())
 
     path = channel.first(publish)
+    if not processes.is_first():
+        staging.discard()  # what this process alone has: a folder on its own disk, whose files are uploaded
     return Path(path) if isinstance(staging, Staging) else path
 
 

@@ -35,19 +35,21 @@ def read_by_orbax(step):
 
 def test_a_killed_run_goes_on_with_other_processes_and_another_mesh(server, tmp_path):
     [whole, _] = told_by(2, 2, "2x2", "train", str(tmp_path / "local"))
-    url, killed = f"{server.s3}/run", []
+    url, killed, staged = f"{server.s3}/run", [], []
 
     def kill(key):
         # In the middle of an upload: process 1 has sent a part of step 10.
         if key.startswith("run/10/pytree/") and "/c/" in key and not killed:
             killed.append(key)
+            # One folder of each process: those of earlier steps are gone.
+            staged.extend((tmp_path / "staging").glob("*/.staging/*"))
             for one in run.started:
                 one.send_signal(signal.SIGKILL)
 
     server.on_put = kill
     with Run(2, 2, "2x2", "train", url) as run:
         outputs = [one.communicate(timeout=150)[0] for one in run.started]
-    assert killed, outputs
+    assert killed and len(staged) == 2, (outputs, staged)
     assert [info.step for info in list_steps(url)] == [4, 6, 8]
     assert any(name.startswith("run/10/") for name in server.names())
     assert {found.verdict for found in verify(url)} == {"verified"}
