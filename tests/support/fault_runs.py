@@ -52,8 +52,8 @@ CALLS = {
 CASES = [(call, name) for call, names in CALLS.items() for name in names]
 CASES += [("restore", "step"), ("load_arrays", "step")] * 2
 """Calls and formats, in turn."""
-_KEPT = ("MainThread", "event-loop-of-stores", "shardload-faults", "asyncio_", "grain-prefetch")
-"""Threads that may be there after a load; Grain's are those of other tests of this process."""
+_KEPT = ("MainThread", "event-loop-of-stores", "shardload-faults", "asyncio_")
+"""Threads that may be there after a load."""
 CAUSES = {
     "403": "may not be read", "expired": "may not be read|ExpiredToken", "429": "429", "500": "500", "503": "503",
     "404": "[Tt]here is no|lacks|missing|not found|does not exist", "no ranges": "ignores range|could not be read",
@@ -143,6 +143,7 @@ class Faulty:
 
     def __enter__(self):
         self._stack = ExitStack()
+        self._before = set(threading.enumerate())  # of other tests of this process
         self.folder = folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self.places = write_all(folder / "good", 1)
         write_all(folder / "other", 2)
@@ -205,7 +206,7 @@ class Faulty:
             yield "WRONG BITS"
         if seconds > LIMIT_S:
             yield f"it took {seconds:.1f} s"
-        left = [thread.name for thread in threads() if not thread.name.startswith(_KEPT)]
+        left = [thread.name for thread in threads(self._before)]
         if left:
             yield f"threads are left: {left}"
 
@@ -239,14 +240,14 @@ def in_time(do):
     return (found[0] if found else None), time.monotonic() - began
 
 
-def threads():
-    """Those that are still there, after some time to end."""
+def threads(before):
+    """Those that are new and still there, after some time to end."""
     for _ in range(20):
-        found = [t for t in threading.enumerate() if not t.name.startswith(_KEPT)]
+        found = [t for t in threading.enumerate() if t not in before and not t.name.startswith(_KEPT)]
         if not found:
             break
         time.sleep(0.05)
-    return threading.enumerate()
+    return found
 
 
 def stacks():
