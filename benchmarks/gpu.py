@@ -6,7 +6,7 @@
     token     seconds from the call to the first token, in a process of its own, against KerasHub
     ready     seconds to the first result of `predict`, with and without ``warm_up``, and with JAX's compilation cache
     saving    how long a save in the background blocks, against `jax.device_get` of the same arrays; what it restores;
-              the same with pinned memory (SHARDLOAD_PINNED_SAVES=1)
+              the same without pinned memory (SHARDLOAD_PINNED_SAVES=0)
 
     python -m benchmarks.gpu [--model gemma2_2b] [--scale 1] [--only rate] [--pairs 5] [--out numbers.json]
 
@@ -266,7 +266,8 @@ def saving(folder: Path, pairs: int) -> dict[str, Any]:
         jax.block_until_ready(values())
 
     blocked, copied, whole = [], [], []
-    with shardload.Checkpointer(folder / "steps", max_to_keep=1) as checkpointer:
+    steps = folder / ("steps" if "SHARDLOAD_PINNED_SAVES" not in os.environ else "steps-by-orbax")
+    with shardload.Checkpointer(steps, max_to_keep=1) as checkpointer:
         for step in range(pairs + 1):
             renew()
             began = time.perf_counter()
@@ -343,7 +344,7 @@ def measure(
             keep("token", runs)
         elif part == "saving":
             keep("saving", child("saving", folder, *pairs))
-            keep("saving, pinned", child("saving", folder, *pairs, SHARDLOAD_PINNED_SAVES="1"))
+            keep("saving, not pinned", child("saving", folder, *pairs, SHARDLOAD_PINNED_SAVES="0"))
         elif part == "ready":
             keep("ready", interleaved_ready(folder, options.pairs))
         else:

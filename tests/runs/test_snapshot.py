@@ -83,7 +83,6 @@ def test_numbers_that_another_thread_would_narrow_are_not_held():
 def pins_on_cpus(monkeypatch):
     """CPU devices have pinned memory, too, so that what happens on GPUs can be tested with them."""
     monkeypatch.setattr("shardload.runs.snapshot.PINNED_PLATFORMS", {"cpu"})
-    monkeypatch.setenv("SHARDLOAD_PINNED_SAVES", "1")
 
 
 @pytest.mark.usefixtures("pins_on_cpus")
