@@ -324,9 +324,10 @@ def roles_by_graph(
     ``id`` of their layer; ``known`` has the roles found by shapes, and ``by_rule`` those of users' rules, which stay.
     """
     changed: dict[int, LayoutRole] = {}
+    if not (links := list(sole_consumers(model))):
+        return changed  # most layers have no graph: do not go through all kernels for each
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
     ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
-    links = list(sole_consumers(model))
     reader = {id(one): other for one, other in links}
     for layer, _ in links:
         # The output of a pair is whole again after the all-reduce: its second kernel begins no pair, or two pairs would
