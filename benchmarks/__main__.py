@@ -2,7 +2,8 @@
 
 Takes about an hour; nothing else should run on the machine meanwhile. ``--out`` writes one JSON object with the facts
 of the machine and all measurements. ``--long`` adds agreement with the unsharded model and the conversion of 18.5 GB,
-which take hours, 24 GiB of memory and 60 GB of disk.
+which take hours, 24 GiB of memory and 60 GB of disk. ``--remote`` runs, instead, what reads from addresses, by several
+processes, and until the first result: half an hour.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ COMMANDS = (
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
 LONG = (("ready",), ("agreement",), ("convert", "--scale", "1"), ("rekls_training",), ("rekls_start",))
+_LIMITS = ((), ("--mb-s", "1000"), ("--mb-s", "500"), ("--mb-s", "500", "--latency-ms", "20"))
+REMOTE = (
+    *(("stores", "load", *limit) for limit in _LIMITS),
+    ("stores", "cache", "--gb", "0.5", "--mb-s", "300", "--latency-ms", "20"),
+    ("stores", "cache", "--gb", "0.5", "--mb-s", "300", "--latency-ms", "20", "--cold", "--pairs", "5"),
+    ("store_memory",),
+    ("replicas", "--rounds", "1"),
+    *(("ready", "--call", call, "--pairs", "2") for call in ("generate", "predict", "train")),
+)
 PACKAGES = ("jax", "jaxlib", "keras", "keras-hub", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "h5py")
 
 
@@ -60,11 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--out", type=local_target, help="write a JSON file instead of tables")
     parser.add_argument("--long", action="store_true", help="also what takes hours")
+    parser.add_argument("--remote", action="store_true", help="what concerns addresses, and the time to ready, instead")
     parser.add_argument("--only", default="", help="only the benchmarks whose name contains this")
     parser.add_argument("name", nargs="?", help="run this one only, also if it takes long")
     options = parser.parse_args(argv)
     found: dict[str, Any] = {"machine": machine()}
-    for module, *arguments in COMMANDS + LONG if options.long or options.name else COMMANDS:
+    chosen = REMOTE if options.remote else COMMANDS + LONG if options.long or options.name else COMMANDS
+    for module, *arguments in chosen:
         if options.only not in module or options.name not in (None, module):
             continue
         command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, *(["--json"] if options.out else [])]
@@ -73,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
         if done.returncode:
             return done.returncode
         if options.out:
-            found[module] = [json.loads(line) for line in done.stdout.splitlines() if line[:1] in ("[", "{")]
+            found.setdefault(module, []).extend(
+                json.loads(line) for line in done.stdout.splitlines() if line[:1] in ("[", "{")
+            )
             options.out.write_text(json.dumps(found, indent=1))
     return 0
 

@@ -110,7 +110,7 @@ def main() -> None:
             found = json.loads(subprocess.run(code, check=True, capture_output=True, text=True).stdout)
     found |= {"object_bytes": n_bytes, "budget_bytes": budget, "of_budget": found["added_bytes"] / budget}
     if args.json:
-        print(json.dumps({"arguments": vars(args), "results": found}, indent=1))
+        print(json.dumps({"arguments": vars(args), "results": found}))
         return
     print(
         f"{n_bytes / 1e9:.2f} GB read: {found['added_bytes'] / (1 << 20):.0f} MiB added at the peak, "

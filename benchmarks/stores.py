@@ -3,7 +3,8 @@
 A server on loopback (`benchmarks.store_server`, in its own process) sends a file of random bytes from the page cache.
 ``clients`` reads all of it in pieces, with as many requests in flight: obstore, as shardload uses it; TensorStore's
 key-value store; and a plain client on sockets that reads into memory it has used before, the floor. ``load`` compares
-`shardload.load_arrays` of a safetensors file at an address with the plain client, and with the same file on the disk.
+`shardload.load_arrays` of a safetensors file at an address with the plain client, which forgets what it reads; with the
+same client that keeps all of it in fresh memory, as a load must (``kept``); and with the same file on the disk.
 
     python -m benchmarks.stores clients [--gb 1] [--piece-mib 4] [--in-flight 16] [--latency-ms 0] [--mb-s 0] [--json]
     python -m benchmarks.stores load    [--gb 1] [--latency-ms 0] [--mb-s 0] [--connection-mb-s 0]
@@ -50,11 +51,12 @@ def server(
         process.terminate()
 
 
-def plain(address: str, pieces: list[tuple[int, int]], in_flight: int) -> None:
-    """Read pieces by as many threads, each with one connection and one buffer that it keeps."""
+def plain(address: str, pieces: list[tuple[int, int]], in_flight: int, *, keep: bool = False) -> None:
+    """Read pieces by as many threads, each with one connection and one buffer; or keep all bytes in fresh memory."""
     host, port = address.removeprefix("http://").split(":")
     rest, lock = iter(pieces), threading.Lock()
     failed: list[BaseException] = []
+    whole = memoryview(np.empty(pieces[-1][1] if keep else 0, np.uint8))
 
     def read() -> None:
         try:
@@ -65,7 +67,7 @@ def plain(address: str, pieces: list[tuple[int, int]], in_flight: int) -> None:
                     with lock:
                         if (piece := next(rest, None)) is None:
                             return
-                    _fetch(connection, host, piece, buffer)
+                    _fetch(connection, host, piece, whole[slice(*piece)] if keep else buffer)
         except BaseException as error:
             failed.append(error)
 
@@ -208,6 +210,7 @@ def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     with server(folder, args.latency_ms / 1e3, args.mb_s * 1e6, connection_bytes_per_s=each) as address:
         cases: dict[str, Callable[[], object]] = {
             "plain": lambda: plain(address, pieces, in_flight),
+            "kept": lambda: plain(address, pieces, in_flight, keep=True),
             "load": lambda: arrays(f"{address}/{NAME}"),
             "local": lambda: arrays(str(path)),
         }
@@ -313,7 +316,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardload-stores-") as name:
         found = {"clients": clients, "load": load, "cache": cache}[args.what](Path(name), args)
     if args.json:
-        print(json.dumps({"arguments": vars(args), "results": found}, indent=1))
+        print(json.dumps({"arguments": vars(args), "results": found}))
         return
     if args.what == "cache":
         for case, row in found.items():
