@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -28,6 +29,7 @@ from shardload.stores.event_loop import Fetch
 from shardload.stores.objects import KnownObjects, Version
 from shardload.stores.range_cache import Piece, RangeCache
 from shardload.stores.range_files import CachedObject
+from shardload.stores.store import between
 
 if TYPE_CHECKING:
     import asyncio
@@ -89,6 +91,25 @@ class CachedReads:
         finish = partial(self._finished, name)
         return Fetch(self._found(name, start, stop), shown=self._origin.shown(name), finish=finish)
 
+    def has(self, name: str, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Whether all these ranges of an object, whose version is known already, are in the cache."""
+        stored = self._stored(name, self._origin.known_version(name))
+        if stored is None:
+            return False
+        found = (self._cache.find(stored, start, min(stop, stored.size)) for start, stop in ranges)
+        return all(piece.segment is not None for pieces in found for piece in pieces)
+
+    def read_into(self, name: str, buffers: Sequence[memoryview], start: int) -> bool:
+        """Fill buffers, in turn, with an object's bytes from ``start`` on; false if the cache lacks some of them."""
+        stored = self._stored(name, self._origin.known_version(name))
+        if stored is None:
+            return False
+        pieces = self._cache.find(stored, start, start + sum(map(len, buffers)))
+        if any(piece.segment is None for piece in pieces):
+            return False
+        parts = (between(buffers, piece.start - start, piece.stop - start) for piece in pieces)
+        return all(self._cache.read_into(part, stored, piece) for part, piece in zip(parts, pieces, strict=True))
+
     async def _found(self, name: str, start: int, stop: int | None) -> _Found | memoryview | None:
         from asyncio import gather, get_running_loop
 
@@ -146,7 +167,7 @@ class CachedReads:
         buffer = np.empty(found.pieces[-1][0].stop - first.start, np.uint8).data
         for piece, data in found.pieces:
             part = buffer[piece.start - first.start : piece.stop - first.start]
-            if data is None and self._cache.read_into(part, found.stored, piece):
+            if data is None and self._cache.read_into([part], found.stored, piece):
                 continue
             if data is None:  # damaged, or evicted since
                 request = self._fetched(name, piece.start, piece.stop)

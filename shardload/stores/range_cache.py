@@ -1,7 +1,7 @@
 """A cache of ranges of remote objects on this machine: `RangeCache` finds, reads, keeps and evicts them.
 
     find(object, start, stop)    |--- stored ---|-- gap --|--- stored ---|      the gaps are requested from the store
-    read_into(buffer, piece)     reads a stored piece and compares it with its digests
+    read_into(buffers, piece)    reads a stored piece and compares it with its digests
     keep(object, start, data)    ─► queue ─► threads write ─► a range on disk
 
 Keeping never makes a load wait, and never fails it. If the disk does not keep up, ranges are left out, which the next
@@ -175,10 +175,10 @@ class RangeCache:
             self.folder.touch(found)
         return pieces
 
-    def read_into(self, buffer: memoryview, found: CachedObject, piece: Piece) -> bool:
-        """Fill ``buffer`` with a stored piece; false if its file is gone, or damaged, which is noted."""
+    def read_into(self, buffers: Sequence[memoryview], found: CachedObject, piece: Piece) -> bool:
+        """Fill buffers, in turn, with a stored piece; false if its file is gone, or damaged, which is noted."""
         assert piece.segment is not None
-        is_sound = self.folder.read_into(buffer, found, piece.segment, piece.start)
+        is_sound = self.folder.read_into(buffers, found, piece.segment, piece.start)
         if is_sound:
             self._count(cached=piece.n_bytes)
             return True

@@ -12,7 +12,7 @@ import hashlib
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from shardload.stores.local import PrivateCopies
 from shardload.stores.location import Location
 from shardload.stores.objects import Version
 from shardload.stores.requests import Requests
-from shardload.stores.store import FileIdentity, Kind, Store
+from shardload.stores.store import FileIdentity, Kind, Store, between
 from shardload.units import exact_bytes
 
 _PAGE_BYTES = 256 << 10
@@ -41,6 +41,8 @@ _KEPT_PAGES = 64
 """How many pages are kept, of all files of a store: HDF5 and ZIP read their headers in many short pieces."""
 _PAGES_AHEAD = 32
 """How many files' first pages are requested in advance, if a checkpoint has many files."""
+_REQUEST_BYTES = 4 << 20
+"""Most bytes of one request for what a cache had when a load was planned, and lacks now."""
 _COPIED = re.compile(r".*\.(json|model|txt|spm|jinja|tiktoken|vocab)$|(?:.*/)?assets/.*", re.DOTALL)
 """Matches the paths of small files that libraries open by themselves: configurations, tokenizers, assets."""
 _MAX_COPY_BYTES = 64 << 20
@@ -161,6 +163,10 @@ class RemoteStore(Store):
     def sha256(self, key: str) -> str | None:
         """Return the digest of an object that a hub tells; see `Store.sha256`."""
         return self.requests.known.sha256.get(key) if self.requests.known is not None else None
+
+    def is_here(self, key: str, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Whether the cache has these ranges of an object; see `Store.is_here`."""
+        return self.requests.is_cached(key, ranges)
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Request the first bytes of files in advance, several at a time; see `Store.read_ahead`."""
@@ -376,6 +382,16 @@ class RemoteObject:
             rest, offset = rest[len(part) :], offset + len(part)
 
     read_unchecked = read_into
+
+    def scatter_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill buffers, in turn, from the cache, or with what the store sends if the cache lacks some of it."""
+        n_bytes = sum(map(len, buffers))
+        if self._store.requests.read_cached(self._key, buffers, offset):
+            return
+        for start in range(0, n_bytes, _REQUEST_BYTES):
+            data = self.begin(offset + start, offset + min(start + _REQUEST_BYTES, n_bytes)).result()
+            for part in between(buffers, start, start + len(data)):
+                part[:], data = data[: len(part)], data[len(part) :]
 
     def read_exactly(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` from ``offset`` on without a page; see `shardload.stores.store.fill_exactly`."""

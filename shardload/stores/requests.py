@@ -18,6 +18,7 @@ import functools
 import random
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -124,6 +125,14 @@ class Requests:
         if self._cached is not None:
             return self._cached.begin(name, start, stop)
         return Fetch(self.fetch(name, start, stop), shown=self.shown(name))
+
+    def is_cached(self, name: str, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Whether all these ranges of an object whose version is known are in the cache."""
+        return self._cached is not None and self._cached.has(name, ranges)
+
+    def read_cached(self, name: str, buffers: Sequence[memoryview], start: int) -> bool:
+        """Fill buffers, in turn, with an object's bytes from ``start`` on; false if the cache lacks some of them."""
+        return self._cached is not None and self._cached.read_into(name, buffers, start)
 
     async def fetch(self, name: str, start: int, stop: int | None) -> memoryview | None:
         """Read bytes of an object from the store; ``None`` if there is no such object."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -152,6 +152,10 @@ class Store(ABC):
     def read_ahead(self, keys: Iterable[str]) -> None:  # noqa: B027 - optional
         """Expect that the first bytes of these files are needed soon: a remote store requests them together."""
 
+    def is_here(self, key: str, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Whether all these ranges of a file are on this machine; of a remote file, whether the cache has them."""
+        return not self.is_remote
+
     def is_listed(self, key: str) -> bool:
         """Whether `names` returns all names in a folder; an HTTP server may show none, so that usual ones are tried."""
         return True
@@ -199,6 +203,26 @@ def fill_exactly(file: File, buffer: memoryview, offset: int) -> None:
     """Fill ``buffer`` like `File.read_into`; of a remote file, request no more: neighbouring bytes are not needed."""
     read = getattr(file, "read_exactly", file.read_into)
     read(buffer, offset)
+
+
+def scatter_into(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill buffers, in turn, with a file's bytes from ``offset`` on; raises like `File.read_into`."""
+    if (scatter := getattr(file, "scatter_into", None)) is not None:
+        scatter(buffers, offset)
+        return
+    for buffer in buffers:
+        file.read_into(buffer, offset)
+        offset += len(buffer)
+
+
+def between(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return bytes ``start`` to ``stop`` of what lies in buffers, one after the other, as pieces of these."""
+    found: list[memoryview] = []
+    for buffer in buffers:
+        if start < len(buffer) and stop > 0:
+            found.append(buffer[max(0, start) : stop])
+        start, stop = start - len(buffer), stop - len(buffer)
+    return found
 
 
 class FileStream(io.RawIOBase):

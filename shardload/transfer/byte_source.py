@@ -4,6 +4,7 @@
 store         bytes are not verified                bytes are verified, by the store or by a `Verifier`
 ============  ====================================  ========================================================
 local         `FileReads`: reads by ``preadv``      `UnitReads`: reads each MiB once, compares and keeps it
+cached        `CachedFileReads`: the same           as of a remote store
 remote        `RangeReads`: requests in advance     `RangeReads`, if the store verifies; else `UnitReads`
 ============  ====================================  ========================================================
 
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 from shardload.errors import BudgetError, SourceError, SourceNotFoundError, TransferError
 from shardload.manifest import Decoded, Tensor
 from shardload.stores.location import Location
-from shardload.stores.store import UNIT_BYTES, File
+from shardload.stores.store import UNIT_BYTES, File, scatter_into
 from shardload.transfer.geometry import regions
 from shardload.transfer.host_memory import memory
 from shardload.transfer.load_plan import Block, LoadPlan
@@ -172,7 +173,7 @@ def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "
     """Return which `ByteSource` a plan needs ("units": `UnitReads`); raise `BudgetError` if its budget is too small."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
-    if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
+    if any(store.is_remote for store in stores) and not plan.is_cached and (verifier is None or is_verifying):
         if plan.host_memory_bytes < _MIN_REMOTE_BUDGET_BYTES:
             raise BudgetError(
                 f"Cannot load from a remote store with a host-memory budget of {exact_bytes(plan.host_memory_bytes)}. "
@@ -210,6 +211,24 @@ class FileReads(ByteSource):
         """Return the bytes read: those of the blocks, plus those that the verifier has read on its own."""
         checked = 0 if self.verifier is None else self.verifier.bytes_checked - self._checked_before
         return sum(block.read_bytes for block in blocks) + checked
+
+
+class CachedFileReads(FileReads):
+    """Reads blocks of remote files from the cache, which verifies them; what it has lost meanwhile, from the store."""
+
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
+        """Copy bytes of a file into scratch, straight if rows are not padded there; see `ByteSource.fill`."""
+        file = self.open(path)
+        if not flat.row:
+            scatter_into(file, [flat.memory[:n_bytes].data], offset)
+            return n_bytes
+        if not hasattr(self._own, "memory"):
+            self._own.memory = memory(UNIT_BYTES)
+        for at in range(0, n_bytes, UNIT_BYTES):
+            part = self._own.memory[: min(UNIT_BYTES, n_bytes - at)]
+            scatter_into(file, [part.data], offset + at)
+            flat.write(part, at)
+        return n_bytes
 
 
 def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:

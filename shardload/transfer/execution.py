@@ -201,7 +201,7 @@ class Transfer:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
-        scratch = plan.scratch_bytes + (0 if source_kind(plan, check) == "files" else UNIT_BYTES)
+        scratch = plan.scratch_bytes + (0 if source_kind(plan, check) == "files" and not plan.is_cached else UNIT_BYTES)
         scratch += (PIECE_BYTES + ALIGNMENT) if direct else 0
         # Scratch gets a quarter of the budget at most; where that is too little, fewer threads run.
         most = min(self.budget.limit_bytes // 4, SCRATCH_BYTES)

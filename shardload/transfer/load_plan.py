@@ -166,6 +166,8 @@ class LoadPlan:
     """Index ranges of ``blocks``: those of one range are read together, because they are small (`joined_runs`)."""
     budget_raised: bool = False
     """Whether the default budget was raised, because a chunk that decodes as a whole needs more memory."""
+    is_cached: bool = False
+    """Whether some files are remote, and the cache on this machine has all that the load needs of them."""
 
     @property
     def scratch_bytes(self) -> int:

@@ -10,6 +10,7 @@ once. Columns that no local shard needs are skipped if that is faster; `LoadPlan
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.manifest import Decoded, Manifest, Tensor, UnreadableRows, View, c_strides
 from shardload.sharding.layout import Bounds
+from shardload.stores.location import Location
+from shardload.stores.store import Store
 from shardload.transfer.casts import check_cast
 from shardload.transfer.geometry import (
     SKIP_BYTES,
@@ -62,6 +65,8 @@ _DECODED_BYTES = 2 << 20
 DIRECT_RUN_BYTES = 2 << 10
 """Shortest run of bytes that is read from a file straight into a shard. Shorter runs go through scratch memory: each
 would be one more entry (35 ns) in the list of pieces that the system call takes."""
+_CACHED_RUN_BYTES = 32 << 10
+"""The same for files of the cache: Python makes a buffer of each run, and digests it by itself."""
 _MIN_BLOCK_BYTES = 4 << 10
 """A small budget shortens blocks to this many bytes (one page), but no further: a budget without room for sixteen such
 blocks is refused."""
@@ -107,16 +112,65 @@ def plan_transfers(
             f"Cannot load onto several meshes at once: found {', '.join(sorted(map(str, meshes)))}, expected one. Give "
             "all variables layouts on the same mesh"
         )
+    # Bytes of remote and verifying stores are compared, or arrive in ranges, before they go to shards.
+    stores = {path.store for path in manifest.files}
+    plan = functools.partial(
+        _plan,
+        *(manifest, bindings, host_memory_bytes),
+        positions=positions,
+        block_bytes=block_bytes,
+        uploads=uploads,
+        brief=brief,
+    )
+    if scatter and not brief and any(store.is_remote and _may_be_here(manifest, store) for store in stores):
+        found = plan(scatter=True, is_cached=True)
+        if _is_here(found):
+            return found
+    scatter = scatter and not any(store.is_remote or store.is_verifying for store in stores)
+    return plan(scatter=scatter, is_cached=False)
+
+
+def _may_be_here(manifest: Manifest, store: Store) -> bool:
+    return not store.is_verifying and any(store.is_here(path.key, ()) for path in manifest.files if path.store is store)
+
+
+def _is_here(plan: LoadPlan) -> bool:
+    """Whether local files and the cache have all that a plan reads."""
+    ranges: dict[Location, list[tuple[int, int]]] = {path: [] for path in plan.files}
+    for block in plan.blocks:
+        if block.how != "decoded" and block.read_bytes:
+            ranges[block.path].append((block.offset, block.offset + block.read_bytes))
+    return all(path.store.is_here(path.key, found) and not path.store.is_verifying for path, found in ranges.items())
+
+
+def _plan(
+    manifest: Manifest,
+    bindings: tuple[Binding, ...],
+    host_memory_bytes: int | None,
+    *,
+    positions: Sequence[int] | None,
+    block_bytes: int,
+    scatter: bool,
+    is_cached: bool,
+    uploads: bool,
+    brief: bool,
+) -> LoadPlan:
     wanted = {binding.view.tensor: None for binding in bindings}
     # Names without a tensor are left to `Planner`, whose error names the variable.
     tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
-    # Bytes of remote and verifying stores are compared, or arrive in ranges, before they go to shards.
-    stores = {path.store for path in manifest.files}
-    scatter = scatter and not any(store.is_remote or store.is_verifying for store in stores)
     budget = _budget(tensors, host_memory_bytes, through_units=not scatter, uploads=uploads)
     size = bindings[0].layout.mesh.size if bindings else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
-    planner = Planner(manifest, bindings, local, block_bytes=block_bytes, budget=budget, scatter=scatter, brief=brief)
+    planner = Planner(
+        manifest,
+        bindings,
+        local,
+        block_bytes=block_bytes,
+        budget=budget,
+        scatter=scatter,
+        is_cached=is_cached,
+        brief=brief,
+    )
     blocks = planner.blocks()
     read = dict.fromkeys(b.tensor for b in blocks)
     return LoadPlan(
@@ -132,6 +186,7 @@ def plan_transfers(
         block_bytes=block_bytes,
         runs=tuple(joined_runs(blocks, staged=planner.staged_bytes, limit_bytes=budget // BUDGET_PARTS)),
         budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
+        is_cached=is_cached,
     )
 
 
@@ -234,6 +289,7 @@ class Planner:
         block_bytes: int,
         budget: int,
         scatter: bool,
+        is_cached: bool = False,
         brief: bool = False,
     ) -> None:
         self.tensors = manifest.tensors
@@ -241,6 +297,7 @@ class Planner:
         self.block_bytes = block_bytes
         self.budget = budget
         self.scatter = scatter
+        self.is_cached = is_cached
         self.brief = brief
         self.left_out_bytes = 0
         self._times = Counter[Hashable]()
@@ -326,7 +383,8 @@ class Planner:
             disjoint = self.scatter and all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
             how = "direct" if disjoint and all(self._is_direct(part, i) for i in part.views) else "staged"
         limit = self._limit_bytes(part, how) // tensor.dtype.itemsize
-        skip = max(1, SKIP_BYTES // tensor.dtype.itemsize)
+        # Digests cover gaps, too, for which a direct block has too little memory.
+        skip = 1 if self.is_cached and how == "direct" else max(1, SKIP_BYTES // tensor.dtype.itemsize)
         spans = []
         for i, seen in part.views.items():
             for whole in self._boxes(i, seen):
@@ -352,6 +410,7 @@ class Planner:
             return False
         shard = binding.layout.shard_shape(binding.view.shape)
         strides = c_strides(shard)
+        least_bytes = _CACHED_RUN_BYTES if self.is_cached else DIRECT_RUN_BYTES
         # Shards have one shape, so one stands for all; but the edges of a chunk cut each of them differently.
         if part.region.origin is None:
             boxes = {Bounds.whole(shard)}
@@ -363,7 +422,7 @@ class Planner:
             buffer = tuple(strides[d] for d in ordered.order)
             length, outer = contiguous_run(ordered.shape, ordered.strides, buffer)
             is_whole = length == box.size and outer == 0
-            if not is_whole and length * part.tensor.dtype.itemsize < DIRECT_RUN_BYTES:
+            if not is_whole and length * part.tensor.dtype.itemsize < least_bytes:
                 return False
         return True
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.stores.store import File
+from shardload.stores.store import File, scatter_into
 
 Entries = NDArray[np.int64]
 """The pieces of memory that one ``preadv`` call fills: an array with rows (address, number of bytes), laid out like
@@ -203,10 +203,13 @@ def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
     """Read a file from ``offset`` on into the memory that ``wanted`` lists; return the bytes read: fewer at its end."""
     received = 0
     if (fd := file.descriptor) is None:
-        for address, n_bytes in (entry for call in wanted for entry in call.entries.tolist()):
+        for call in wanted:
             # Entries are bare addresses: ctypes makes a buffer of each, without owning its memory.
-            file.read_into(memoryview((ctypes.c_char * n_bytes).from_address(address)).cast("B"), offset + received)
-            received += n_bytes
+            views = (
+                memoryview((ctypes.c_char * size).from_address(at)).cast("B") for at, size in call.entries.tolist()
+            )
+            scatter_into(file, list(views), offset + received)
+            received += call.n_bytes
         return received
     for call in wanted:
         got = preadv(fd, call.entries, offset + received)

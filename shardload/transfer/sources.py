@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from shardload.stores.store import UNIT_BYTES
-from shardload.transfer.byte_source import IN_SCRATCH, ByteSource, FileReads, UnitReads, Verifier, source_kind
+from shardload.transfer.byte_source import (
+    IN_SCRATCH,
+    ByteSource,
+    CachedFileReads,
+    FileReads,
+    UnitReads,
+    Verifier,
+    source_kind,
+)
 from shardload.transfer.load_plan import LoadPlan
 from shardload.transfer.range_reads import RangeReads
 
@@ -18,7 +26,7 @@ def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> B
     blocks = (block for block in plan.blocks if block.how in IN_SCRATCH)
     match source_kind(plan, verifier):
         case "files":
-            return FileReads(verifier)
+            return CachedFileReads(verifier) if plan.is_cached else FileReads(verifier)
         case "units":
             kept = max(1, min(threads + 2, plan.host_memory_bytes // (8 * UNIT_BYTES)))
             return UnitReads(blocks, kept_units=kept, verifier=verifier)

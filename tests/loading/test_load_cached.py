@@ -17,8 +17,13 @@ from test_load_from_the_hub import folder, hub  # noqa: F401 - fixtures
 
 import shardload
 from shardload.cli import main
+from shardload.manifest import View
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
 from shardload.stores.cache_choice import current_cache
 from shardload.stores.range_files import FOLDER
+from shardload.transfer.load_plan import Binding
+from shardload.transfer.planning import plan_transfers
 
 ROWS, COLUMNS = P("model"), P(None, "model")
 
@@ -60,6 +65,54 @@ def test_the_second_start_reads_the_disk_on_any_mesh(bucket, server, cache):
         server.requests.clear()
         assert fill_arrays(bucket, server.s3, layout, mesh) < 10
         assert len([asked for _, key, asked, _ in server.requests if key]) == 1
+
+
+def plan(address, dims, positions=None):
+    manifest, mesh = shardload.inspect(address), MeshSpec.parse("1x8")
+    layout = Layout(mesh, dims)
+    wanted = [Binding(name, View.whole(t), t.dtype, layout) for name, t in manifest.tensors.items()]
+    return plan_transfers(manifest, wanted, host_memory_bytes=None, positions=positions)
+
+
+def test_what_the_cache_has_goes_straight_to_the_shards(bucket, server, cache):
+    address, rows = f"{server.s3}/model.safetensors", (("model",), ())
+    assert not plan(address, rows).is_cached
+    fill_arrays(bucket, server.s3)
+    found = plan(address, rows)
+    assert found.is_cached and found.direct_bytes == found.read_bytes == found.needed_bytes
+    # Runs of 512 bytes go through scratch memory.
+    assert (columns := plan(address, ((), ("model",)))).is_cached and not columns.direct_bytes
+    with shardload.cache(None):
+        assert not plan(address, rows).is_cached
+
+
+def test_digests_need_no_memory_for_what_is_skipped(server, bucket, cache):
+    wide = np.arange(16 << 16, dtype=np.float32).reshape(16, 1 << 16)
+    save_file({"wide": wide}, bucket[0] / "wide.safetensors")
+    address = f"{server.s3}/wide.safetensors"
+    for _ in range(2):
+        found = shardload.load_arrays(address, lambda name, shape: COLUMNS, mesh="1x8")
+        assert np.asarray(found["wide"]).tobytes() == wide.tobytes()
+        current_cache().settle()
+    half = plan(address, ((), ("model",)), positions=[0, 2])
+    assert half.is_cached and half.direct_bytes == half.needed_bytes == wide.nbytes // 4
+
+
+@pytest.mark.parametrize("damage", ["removed", "other bytes"])
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS])
+def test_what_the_cache_loses_meanwhile_comes_from_the_store(bucket, server, cache, damage, layout):
+    fill_arrays(bucket, server.s3)
+    largest = max((cache / FOLDER / "objects").glob("*/*/*-*"), key=lambda path: path.stat().st_size)
+    if damage == "removed":
+        largest.unlink()
+    else:
+        data = bytearray(largest.read_bytes())
+        data[len(data) // 2] ^= 1
+        largest.write_bytes(data)
+    # The process has listed the cache, so the plan counts on all of it.
+    assert plan(f"{server.s3}/model.safetensors", (("model",), ())).is_cached
+    assert 0 < fill_arrays(bucket, server.s3, layout) <= 8 << 20
+    assert fill_arrays(bucket, server.s3, layout) < 10
 
 
 def fill_arrays(bucket, root, layout=ROWS, mesh="1x8"):
@@ -124,6 +177,8 @@ def test_the_commands(bucket, server, tmp_path, capsys, monkeypatch):
     address, place = f"{server.s3}/model.safetensors", str(tmp_path / "cache")
     assert main(["diff", address, str(bucket[0] / "model.safetensors"), "--cache", place, "--cache-size", "1GiB"]) == 0
     capsys.readouterr()
+    with shardload.cache(place, size="1GiB"):
+        current_cache().settle(60)  # the command's own cache, whose threads may still be writing
     assert main(["cache", "--cache", place, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     [one] = found["objects"]

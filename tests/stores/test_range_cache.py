@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -39,7 +40,7 @@ def read(cache, start, stop, *, found=OBJECT):
     buffer = bytearray(stop - start)
     for piece in cache.find(found, start, stop):
         part = memoryview(buffer)[piece.start - start : piece.stop - start]
-        if piece.segment is None or not cache.read_into(part, found, piece):
+        if piece.segment is None or not cache.read_into([part], found, piece):
             return None
     return bytes(buffer)
 
@@ -81,6 +82,26 @@ def test_any_part_of_what_was_kept_is_read(cache):
         assert read(cache, start, stop) == DATA[start:stop]
     assert read(cache, 999, 1001) is None
     assert cache.traffic.stored == 899_000
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1 << 20), (5, 300_000), (262_144, 524_288), (262_143, 786_433)])
+def test_a_range_is_read_into_many_buffers(cache, start, stop):
+    keep(cache, 0, 1 << 20)
+    wanted = {1, 4096, 262_144 - start % 262_144, 262_145, (stop - start) // 2}
+    cuts = sorted({0, *(cut for cut in wanted if cut < stop - start), stop - start})
+    buffers = [memoryview(bytearray(b - a)) for a, b in itertools.pairwise(cuts)]
+    [piece] = cache.find(OBJECT, start, stop)
+    assert cache.read_into(buffers, OBJECT, piece)
+    assert b"".join(buffers) == DATA[start:stop]
+
+
+def test_a_folder_that_was_removed_and_filled_again_is_read(cache, tmp_path):
+    keep(cache, 0, 1000)
+    assert read(cache, 0, 1000) == DATA[:1000]
+    shutil.rmtree(cache.folder.path / FOLDER)
+    keep(cache, 1000, 2000)
+    assert read(cache, 0, 1000) is None  # known to this process until it is read
+    assert read(cache, 1000, 2000) == DATA[1000:2000]
 
 
 def test_a_later_process_finds_it(cache):
@@ -313,7 +334,7 @@ for path in [cache.folder.path, *cache.folder.path.rglob("*")]:
 later = RangeCache(cache.folder.path, 1 << 30)
 [piece] = later.find(found, 10, 4000)
 buffer = bytearray(piece.n_bytes)
-print(later.read_into(memoryview(buffer), found, piece), bytes(buffer) == data[10:4000])
+print(later.read_into([memoryview(buffer)], found, piece), bytes(buffer) == data[10:4000])
 later.keep(found, 5000, memoryview(data)[5000:6000], used_since_s=0.0)
 later.settle()
 print(later.traffic.notes[0])
@@ -363,7 +384,7 @@ for turn in range(300):
     first = int(rng.integers(len(data) - 200_000)); last = first + int(rng.integers(1, 200_000))
     for piece in cache.find(found, first, last):
         buffer = bytearray(piece.n_bytes)
-        if piece.segment is not None and cache.read_into(memoryview(buffer), found, piece):
+        if piece.segment is not None and cache.read_into([memoryview(buffer)], found, piece):
             bad += bytes(buffer) != data[piece.start:piece.stop]
     cache.keep(found, first, memoryview(data)[first:last], used_since_s=time.time() + 10)
     cache.settle()
