@@ -51,6 +51,9 @@ _REQUEST = re.compile(r".*?Error performing \S+ \S+ in \S+ - ", re.DOTALL)
 """Matches the beginning of a sentence, with the address, which may be signed."""
 _DENIED = re.compile("access ?denied", re.IGNORECASE)
 """Matches what S3 says of an object in the answer to a request that deletes many, whose own status is 200."""
+_PASSING = re.compile("<Code>(?:RequestTimeout|NoSuchUpload)</Code>")
+"""Matches refusals with a status of the client's that a store means to pass: it did not get the whole body in time; or
+does not know an upload in parts, which it has completed, but its answer was lost, or which was removed meanwhile."""
 _BAD_NAME = re.compile(r'Encountered object with invalid path: .*?Path "([^"]*)"', re.DOTALL)
 """Matches what obstore says of a list with a name that it cannot take apart, such as ``a//b`` or ``a/../b``."""
 _REQUEST_ID = re.compile(r"<RequestId>([^<]{1,100})</RequestId>")
@@ -116,6 +119,8 @@ class FailedTry:
     """Of a failed connection, the last cause that obstore names."""
     is_connection: bool = False
     """Whether the connection failed, or broke in the middle of an answer."""
+    is_to_repeat: bool = False
+    """Whether the store says that the same request may succeed, although its status does not."""
 
     @classmethod
     def of(cls, error: BaseException) -> FailedTry:
@@ -137,7 +142,10 @@ class FailedTry:
             (exceptions.NotSupportedError, "no ranges"),
         )
         code = next((code for kind, code in kinds if isinstance(error, kind)), "")
-        if "NotPartial" in details:
+        is_to_repeat = bool(_PASSING.search(body))
+        if is_to_repeat:
+            code = ""
+        elif "NotPartial" in details:
             code = "no ranges"
         elif "Content-Length Header missing" in sentence:
             code = "no length"
@@ -160,7 +168,7 @@ class FailedTry:
             said = " ".join(_REQUEST.sub("", sentence).split())[:CHARACTERS_SHOWN] or type(error).__name__
             if _NO_HEADER.search(said):  # of S3 and GCS each has an ETag and a time
                 said += ": the answers are not those of an object store, but perhaps a web page to log in"
-        return cls(said, status, code, cause, is_connection="reqwest" in details)
+        return cls(said, status, code, cause, is_connection="reqwest" in details, is_to_repeat=is_to_repeat)
 
     def without(self, query: str) -> FailedTry:
         """Return the same without a query, which may be a signature, if the server repeats it."""
@@ -175,7 +183,7 @@ class FailedTry:
         if self.code:
             return False
         if self.status is not None:
-            return self.status in (408, 429) or self.status >= 500
+            return self.is_to_repeat or self.status in (408, 429) or self.status >= 500
         return self.is_connection and self.cause not in _FINAL
 
     @property
@@ -272,6 +280,15 @@ def web_page(url: str, name: str) -> WebPageError:
     return WebPageError(
         f"{url}/{name} cannot be read: the server sent a web page, expected the file. It may be a page to log "
         f"in: {_LOG_IN[0].lower()}{_LOG_IN[1:]}. Check the address"
+    )
+
+
+def no_list(url: str, folder: str) -> WebPageError:
+    """Build the error for a server that sent a web page in place of the names in a folder."""
+    where = f"{url}/{folder}".rstrip("/")
+    return WebPageError(
+        f"Cannot list {where}: the server sent a web page, expected a list of names. It may be a page to log in to the "
+        f"network or a proxy: log in there. {_check(url.partition(':')[0])}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _PAGES = ("text/html", "application/xhtml+xml")
 _STALL_BYTES = 512 << 10
 """Fewest bytes that a connection has to send in the time after which a silent one counts as stalled: 17 kB/s."""
+_NAMES_AT_ONCE = 1000
+"""How many names S3 and Google Cloud Storage send at once: a list that breaks off has a multiple of this."""
 _MAX_PAGE_BYTES = 4 << 20
 """Longest web page that is searched for links to the files of a folder."""
 
@@ -125,13 +128,26 @@ def _is_page(answer: Any) -> bool:
 
 
 class NameList(Query):
-    """A request for the names of objects: of all below a folder (``whole``), or of what is directly in it."""
+    """A request for the names of objects: of all below a folder (``whole``), or of what is directly in it.
 
-    def __init__(self, *, whole: bool) -> None:
-        self._whole = whole
+    obstore takes a web page, such as one to log in to a proxy, for a list without names, or for the end of a list. So
+    where a list may have ended like this, an object is requested that does not exist: a store says so, while whatever
+    else answers sends its page. Then the names are requested again.
+    """
+
+    def __init__(self, store: Objects, folder: str, *, whole: bool, trusts_none: bool = False) -> None:
+        """With ``trusts_none``, a list without names is not doubted."""
+        self._store, self._folder, self._whole, self._trusts_none = store, folder, whole, trusts_none
 
     async def send(self, client: Any, path: str) -> dict[str, int | None]:
-        """Request the names once, and return name → size in bytes; ``None`` is the size of a folder."""
+        """Request the names, and return name → size in bytes; ``None`` is the size of a folder."""
+        found, count = await self._names(client, path)
+        if count % _NAMES_AT_ONCE == 0 and not (count == 0 and self._trusts_none):
+            await self._refuse_page(client, path)
+            found, _ = await self._names(client, path)
+        return found
+
+    async def _names(self, client: Any, path: str) -> tuple[dict[str, int | None], int]:
         import obstore
 
         skip = len(path) + 1 if path else 0
@@ -143,7 +159,23 @@ class NameList(Query):
             objects = listed["objects"]
             found |= {folder[skip:].strip("/"): None for folder in listed["common_prefixes"]}
         # Some programs make an object for each folder: what contains other objects is a folder.
-        return {meta["path"][skip:]: meta["size"] for meta in objects} | found
+        return {meta["path"][skip:]: meta["size"] for meta in objects} | found, len(objects) + len(found)
+
+    async def _refuse_page(self, client: Any, path: str) -> None:
+        import obstore
+
+        name = f".no-such-object-{secrets.token_hex(4)}"
+        try:
+            await obstore.get_async(client, f"{path}/{name}" if path else name)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            failed = FailedTry.of(error)
+            if failed.code == "forbidden":  # said by stores without the right to read, of what does not exist, too
+                return
+            if failed.code != "no length":
+                raise
+        raise answers.no_list(self._store.url, self._folder)
 
 
 class WebPage(Query):

@@ -183,20 +183,24 @@ class Requests:
         found = self.version(name)
         return None if found is None else found.size
 
-    def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return name → size in bytes of all objects below a folder, relative to this folder, sorted."""
-        return dict(sorted(self._list(folder, whole=True).items()))
+    def sizes(self, folder: str = "", *, trusts_none: bool = False) -> dict[str, int]:
+        """Return name → size in bytes of all objects below a folder, relative to this folder, sorted.
+
+        Where nothing is, it takes two more requests to be sure that the store said so; with ``trusts_none``, it may
+        have been a web page.
+        """
+        return dict(sorted(self._list(folder, whole=True, trusts_none=trusts_none).items()))
 
     def entries(self, folder: str = "") -> dict[str, int | None]:
         """Return name → size in bytes of what is directly in a folder; ``None`` is the size of a folder in it."""
         return self._list(folder, whole=False)
 
-    def _list(self, folder: str, *, whole: bool) -> dict[str, Any]:
+    def _list(self, folder: str, *, whole: bool, trusts_none: bool = False) -> dict[str, Any]:
         if self.known is not None:
             return self.known.inside(folder, whole=whole)
         if not self.can_list:
             raise UnsupportedError(f"Cannot list {self.shown(folder)}: HTTP servers do not list their files")
-        request = NameList(whole=whole)
+        request = NameList(self, folder, whole=whole, trusts_none=trusts_none)
         found: dict[str, Any] | None = Fetch(self._repeated(folder, request), shown=self.shown(folder)).wait()
         if found is None:
             raise SourceNotFoundError(f"There is no bucket {self.address.root}. Check the address")

@@ -87,9 +87,9 @@ class Uploads:
         """Return the URL of an object, for messages."""
         return f"{self.url}/{name}".rstrip("/")
 
-    def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return name → size in bytes of all objects below a folder, relative to this folder, sorted."""
-        return Requests(self.url).sizes(folder)
+    def sizes(self, folder: str = "", *, trusts_none: bool = False) -> dict[str, int]:
+        """Return name → size in bytes of all objects below a folder, sorted; see `Requests.sizes`."""
+        return Requests(self.url).sizes(folder, trusts_none=trusts_none)
 
     def entries(self) -> dict[str, int | None]:
         """Return name → size in bytes of what is directly below the URL; ``None`` is the size of a folder in it."""

@@ -1,11 +1,13 @@
 """Servers that are not quite what they seem: pages that are no lists, names that are no paths, drips, wrong ports."""
 
+import itertools
 import json
 import socket
 import threading
 import time
 
 import numpy as np
+import object_server
 import pytest
 from object_server import served
 from safetensors.numpy import save_file
@@ -13,8 +15,9 @@ from safetensors.numpy import save_file
 import shardload
 from shardload.errors import SourceNotFoundError, TransferError, UnsafeSourceError
 from shardload.resolve.opening import open_source
-from shardload.runs.listing import find_step, list_steps
+from shardload.runs.listing import find_step, list_steps, steps_of_run
 from shardload.stores.answers import FailedTry, ForbiddenError
+from shardload.stores.requests import Requests
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 8,
           "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -100,6 +103,58 @@ def test_thousands_of_numbered_folders_are_not_all_asked_about(store, tmp_path, 
         with pytest.raises(SourceNotFoundError):
             find_step(f"{other.http}/run", "latest")
         assert len(other.headers) < 40
+
+
+def pages(which, headers=()):
+    """A fault: requests for lists of these numbers, or "all" requests, are answered by a web page."""
+    lists = itertools.count()
+
+    def fault(handler, key):
+        if which != "all" and (key or next(lists) not in which):
+            return False
+        return handler.send(200, b"<html><title>Log in</title></html>", {"Content-Type": "text/html", **dict(headers)})
+
+    return fault
+
+
+@pytest.fixture
+def patient(store, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "20")
+    return store
+
+
+@pytest.fixture
+def run(patient, objects):
+    """The store, with a run of 1001 steps."""
+    for number in range(1, 1002):
+        (objects / "run" / str(number)).mkdir(parents=True, exist_ok=True)
+        (objects / "run" / str(number) / "_CHECKPOINT_METADATA").write_text("{}")
+    return patient
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize("headers", [{}, {"ETag": '"1"', "Last-Modified": object_server.LONG_AGO}])
+def test_a_web_page_is_no_list_without_steps(patient, scheme, headers):
+    patient.fault = pages("all", headers)
+    with pytest.raises(TransferError, match=r"expected a list of names\. It may|perhaps a web page"):
+        steps_of_run(f"{scheme}://bucket/usual")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_list_that_a_web_page_cuts_short_is_asked_for_again(run, scheme, number, monkeypatch):
+    monkeypatch.setattr(object_server, "PAGE", 1000)
+    run.fault = pages({number})
+    names = Requests(f"{scheme}://bucket/run").sizes()
+    assert len(names) == 1001
+    assert len([key for _, key, *_ in run.requests if key is None]) == 2 + number  # and those that the page answered
+
+
+def test_only_where_nothing_is_it_takes_more_requests_to_be_sure(patient):
+    assert len(Requests(f"{patient.s3}/unusual").sizes()) == 2
+    assert len(patient.requests) == 1
+    assert Requests(f"{patient.s3}/nowhere").sizes() == {}
+    assert len(patient.requests) == 1 + 3
 
 
 def test_a_drip_counts_as_a_stall(store):

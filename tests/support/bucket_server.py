@@ -67,28 +67,40 @@ class BucketServer(ObjectServer):
 def _writing(store, base):
     class Handler(base):
         def do_PUT(self):  # noqa: N802
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._write()
+            self.serve(self._write)
 
         do_POST = do_DELETE = do_PUT  # noqa: N815
 
-        def _write(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        def read_body(self, share=1.0):
+            """The body of this request; with a ``share``, the beginning of it."""
             if self.headers.get("Transfer-Encoding") == "chunked":
                 raise AssertionError("chunked")
+            return self.rfile.read(int(share * int(self.headers.get("Content-Length") or 0)))
+
+        def _write(self):
             url = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
             bucket, _, key = urllib.parse.unquote(url.path).strip("/").partition("/")
             if bucket != BUCKET or not store.has_bucket:
+                self.read_body()
                 return self._say(404, _xml_error("NoSuchBucket"))
+            if self.fails(key):
+                return None
+            body = self.read_body()
             store.writes.append((self.command, key, len(body)))
             if (fault := store.fault_of(key)) is not None:
                 return self._fail(fault)
+            with store.lock:
+                return self._change(key, query, body)
+
+        def _change(self, key, query, body):
             if "delete" in query:
                 return self._bulk(body.decode())
             if self.command == "DELETE" and "uploadId" in query:
                 store.parts.pop(query["uploadId"], None)
                 return self._say(204, b"")
+            if query.get("uploadId", "") not in ("", *store.parts):
+                return self._say(404, _xml_error("NoSuchUpload"))
             if self.command == "DELETE":
                 found = (store.folder / key).is_file()
                 store.remove(key)

@@ -220,7 +220,8 @@ def plan_of(rng, seed, *, is_verified):
             kinds, rate, first = [rng.choice([*final, *PASSING])], rng.choice([0.3, 1.0]), rng.randrange(20)
         case "any":
             kinds, rate, first = [*PASSING, *final], rng.choice([0.1, 0.4]), rng.randrange(10)
-    return {"seed": seed, "kinds": list(kinds), "rate": rate, "first": first, "sticks": rng.random() < 0.5}
+    plan = {"seed": seed, "kinds": list(kinds), "rate": rate, "first": first, "sticks": rng.random() < 0.5}
+    return plan | {"pages": rng.choice([1, 5, 1000])}
 
 
 def in_time(do):

@@ -10,8 +10,6 @@ import json
 import random
 import re
 import shutil
-import socket
-import struct
 import sys
 import threading
 import time
@@ -26,20 +24,23 @@ FINAL = (
     "deleted", "bad list",
 )  # fmt: skip
 _LONG_S = 6.0
+_NO_PAGES = 6
+"""How many requests at least are answered otherwise before web pages come again."""
 
 
 class Faults:
-    """Which requests fail, and how; by a plan: ``seed``, ``kinds``, ``rate``, ``first`` and ``sticks``.
+    """Which requests fail, and how; by a plan: ``seed``, ``kinds``, ``rate``, ``first``, ``sticks`` and ``pages``.
 
     Of the requests from number ``first`` on, a share of ``rate`` fail, in one of ``kinds``. If it ``sticks``, a request
-    for an object that has failed in one of `FINAL` fails so again.
+    for an object that has failed in one of `FINAL` fails so again. A web page comes in place of ``pages`` answers one
+    after the other, as of a proxy that wants a login, and then not for a while.
     """
 
     def __init__(self, server, other, plan):
         self.server, self.other, self.plan = server, Path(other), plan
         self.random, self.lock = random.Random(plan["seed"]), threading.Lock()
         self.count, self.done, self.stuck, self.is_replaced = 0, [], {}, False
-        self.running = 0
+        self.running, self.pages = 0, -_NO_PAGES
 
     def __call__(self, handler, key):
         with self.lock:
@@ -53,17 +54,29 @@ class Faults:
     def _answer(self, handler, key):
         with self.lock:
             self.count += 1
-            kind = self.stuck.get(key)
-            if kind is None:
-                if self.count <= self.plan["first"] or self.random.random() >= self.plan["rate"]:
-                    return False
-                kind = self.random.choice(self.plan["kinds"])
-                if self.plan["sticks"] and kind in FINAL and kind not in ("replaced", "deleted"):
-                    self.stuck[key] = kind
+            if (kind := self.kind_of(key)) is None:
+                return False
             self.done.append([kind, key])
-        return self._fail(kind, handler, key)
+        return self.fail(kind, handler, key)
 
-    def _fail(self, kind, handler, key):
+    def kind_of(self, key):
+        """The fault that a request is to meet."""
+        self.pages -= 1
+        if self.pages > 0:
+            return "page"
+        if (kind := self.stuck.get(key)) is None:
+            if self.count <= self.plan["first"] or self.random.random() >= self.plan["rate"]:
+                return None
+            kind = self.random.choice(self.plan["kinds"])
+            if kind == "page":
+                if -_NO_PAGES < self.pages < 0:
+                    return None
+                self.pages = self.plan["pages"]
+            elif self.plan["sticks"] and kind in FINAL and kind not in ("replaced", "deleted"):
+                self.stuck[key] = kind
+        return kind
+
+    def fail(self, kind, handler, key):
         match kind:
             case "late":
                 time.sleep(self.random.uniform(0, 0.2))
@@ -74,11 +87,7 @@ class Faults:
             case "expired":
                 handler.refuse(self.random.choice([400, 403]), "ExpiredToken", {})
             case "reset":
-                # Closed at once, with a reset.
-                handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                handler.close_connection = True
-                handler.connection.shutdown(socket.SHUT_RD)
-                handler.connection.close()
+                handler.drop()
             case "replaced" | "deleted":
                 if key:
                     self._change(kind, key)
@@ -88,8 +97,7 @@ class Faults:
                     return False
                 handler.send(200, b"<ListBucketResult><Contents><Key>x</Ke", {"Content-Type": "application/xml"})
             case "page":
-                if not key:  # obstore takes it for an empty list
-                    return False
+                handler.read_body()
                 handler.send(200, self.server.page, {"Content-Type": "text/html; charset=utf-8"})
             case _:
                 return bool(key) and self._distort(kind, handler, key)
@@ -139,6 +147,60 @@ class Faults:
             handler.close_connection = True
             return True
         return handler.send(206 if asked else 200, body, headers)
+
+
+WRITE_PASSING = ("late", "reset", "500", "503", "429", "cut", "body cut", "timed out", "lost", "held", "stall")
+WRITE_FINAL = ("403", "expired", "page")
+
+
+class WriteFaults(Faults):
+    """Faults of a store that is written to: of requests with a body, and of answers to what was done.
+
+    A plan may have ``kill``: at which request, and *before* or *after* it is carried out, ``kill`` is called.
+    """
+
+    def __init__(self, server, plan, kill):
+        super().__init__(server, server.folder, plan)
+        self.kill = kill
+
+    def kind_of(self, key):
+        if self.plan.get("kill") and self.count == self.plan["kill"][0]:
+            return f"kill {self.plan['kill'][1]}"
+        return super().kind_of(key)
+
+    def fail(self, kind, handler, key):
+        is_write = handler.command not in ("GET", "HEAD")
+        match kind:
+            case "kill before":
+                self.kill()
+                handler.drop()
+            case "kill after":
+                handler.instead = self.kill
+                return False
+            case "lost":
+                handler.instead = lambda: None
+                return False
+            case "held":  # the answer is
+                handler.instead = lambda: self.server.released.wait(_LONG_S)
+                return False
+            case "stall" if is_write:
+                handler.read_body()
+                self.server.released.wait(_LONG_S)
+                handler.drop()
+            case "body cut" | "timed out" if is_write:
+                handler.read_body(0.5)
+                if kind == "timed out":
+                    handler.close_connection = True
+                    handler.refuse(400, "RequestTimeout", {"Connection": "close"})
+                handler.drop()
+            case "late":
+                return super().fail(kind, handler, key)
+            case "cut" | "body cut" | "timed out" if is_write or kind != "cut":
+                return False
+            case _:
+                handler.read_body()
+                return super().fail(kind, handler, key)
+        return True
 
 
 def main(folder, other):

@@ -7,6 +7,8 @@ GET /bucket?list-type=2&prefix=…&delimiter=…          the list of S3, and of
 import contextlib
 import re
 import socket
+import struct
+import sys
 import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +29,7 @@ class ObjectServer:
     middle), ``moved`` (path → status and address of a redirect), ``page`` (a web page sent in place of the objects in
     ``paged``, or of all with ``*``), ``markers`` (empty objects that stand for folders), ``has_index`` (folders are
     shown by pages with links), ``fault`` (called with the handler of a request and its key; answers it and returns
-    True, or leaves it).
+    True, or leaves it; not for requests that come through `back_door`).
     """
 
     def __init__(self, folder):
@@ -41,17 +43,24 @@ class ObjectServer:
         self.ignores_ranges = self.has_index = self.is_chunked = False
         self.fault = None  # called with the handler of each request and its key: answers, or returns False
         self.is_changed = False
+        self.lock = threading.RLock()  # held while objects change, and while an answer is made of them
         self.released = threading.Event()
         self.server = _Server(("127.0.0.1", 0), self.handler())
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
-        self.thread.start()
+        self.back = None
+        self.thread = _serve(self.server)
 
     def handler(self):
         return _handler(self)
 
     @property
     def root(self):
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
+        return _root(self.server)
+
+    def back_door(self):
+        """Another address of the same objects, at which ``fault`` is never asked."""
+        self.back = _Server(("127.0.0.1", 0), self.server.RequestHandlerClass)
+        _serve(self.back)
+        return _root(self.back)
 
     @property
     def http(self):
@@ -73,16 +82,18 @@ class ObjectServer:
         """Bytes sent of objects whose key matches."""
         return sum(sent for _, key, _, sent in self.requests if key is not None and re.search(pattern, key))
 
-    def environment(self):
+    def environment(self, root=None):
+        root = root or self.root
         return {
-            "AWS_ENDPOINT_URL": self.root, "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret", "STORAGE_EMULATOR_HOST": self.root,
+            "AWS_ENDPOINT_URL": root, "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret", "STORAGE_EMULATOR_HOST": root,
         }  # fmt: skip
 
     def close(self):
         self.released.set()
-        self.server.shutdown()
-        self.server.server_close()
+        for server in filter(None, (self.server, self.back)):
+            server.shutdown()
+            server.server_close()
         self.thread.join()
 
     def size(self, key):
@@ -126,9 +137,29 @@ class ObjectServer:
         return sorted({*found, *self.markers})
 
 
+class _LostError(Exception):
+    """Raised where an answer is to be sent that is to be lost."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """Say nothing of a client that is gone, as one that was killed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     request_queue_size = 128  # with the 5 by default, connections opened together wait a second for a place
+
+
+def _serve(server):
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _root(server):
+    return f"http://127.0.0.1:{server.server_address[1]}"
 
 
 def _handler(store):
@@ -143,8 +174,18 @@ def _handler(store):
             self.do_GET()
 
         def do_GET(self):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._answer()
+            self.serve(self._answer)
+
+        def serve(self, answer):
+            """Answer; or if a fault put something in the place of the answer (``instead``), do that, and hang up."""
+            self.instead = None
+            try:
+                answer()
+            except _LostError:
+                self.instead()
+                self.drop()
+            except (BrokenPipeError, ConnectionResetError):
+                pass
 
         def _answer(self):
             store.headers.append(dict(self.headers))
@@ -154,11 +195,25 @@ def _handler(store):
             bucket, _, key = path.partition("/")
             if bucket != BUCKET:
                 return self._say(404, _xml_error("NoSuchBucket"))
-            if store.fault is not None and store.fault(self, key):
+            if self.fails(key):
                 return None
             if not key:
                 return self._list(query)
             return self._object(key)
+
+        def drop(self):
+            """Close the connection at once, with a reset."""
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RD)
+            self.connection.close()
+
+        def read_body(self):
+            """Nothing: what this server is asked has none."""
+
+        def fails(self, key):
+            return store.fault is not None and self.server is store.server and store.fault(self, key)
 
         def refuse(self, code, word, headers):
             self._say(code, _xml_error(word), headers)
@@ -177,26 +232,27 @@ def _handler(store):
                 code, location = store.moved[key]
                 store.requests.append((self.command, key, None, 0))
                 return self._say(code, b"moved", {"Location": location})
-            is_page = bool({key, "*"} & store.paged)
-            if (total := len(store.page) if is_page else store.size(key)) is None:
-                store.requests.append((self.command, key, None, 0))
-                return self._say(404, _xml_error("NoSuchKey"))
-            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            headers = {"Accept-Ranges": "bytes", "Last-Modified": LONG_AGO}
-            if not is_page:
-                headers["ETag"] = store.tag(key)
-                if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
-                    return self._say(412, _xml_error("PreconditionFailed"))
-            headers |= {"Content-Type": "text/html; charset=utf-8"} if is_page else {}
-            if asked is None or store.ignores_ranges:
-                first, last, code = 0, total - 1, 200
-            else:
-                first, last, code = int(asked[1]), min(int(asked[2] or total - 1), total - 1), 206
-                if first >= total:
-                    return self._say(416, b"", {"Content-Range": f"bytes */{total}"})
-                headers["Content-Range"] = f"bytes {first}-{last}/{total}"
-            body = store.page[first : last + 1] if is_page else store.data(key, first, last)
-            body = b"" if self.command == "HEAD" else body
+            with store.lock:
+                is_page = bool({key, "*"} & store.paged)
+                if (total := len(store.page) if is_page else store.size(key)) is None:
+                    store.requests.append((self.command, key, None, 0))
+                    return self._say(404, _xml_error("NoSuchKey"))
+                asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+                headers = {"Accept-Ranges": "bytes", "Last-Modified": LONG_AGO}
+                if not is_page:
+                    headers["ETag"] = store.tag(key)
+                    if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
+                        return self._say(412, _xml_error("PreconditionFailed"))
+                headers |= {"Content-Type": "text/html; charset=utf-8"} if is_page else {}
+                if asked is None or store.ignores_ranges:
+                    first, last, code = 0, total - 1, 200
+                else:
+                    first, last, code = int(asked[1]), min(int(asked[2] or total - 1), total - 1), 206
+                    if first >= total:
+                        return self._say(416, b"", {"Content-Range": f"bytes */{total}"})
+                    headers["Content-Range"] = f"bytes {first}-{last}/{total}"
+                body = store.page[first : last + 1] if is_page else store.data(key, first, last)
+                body = b"" if self.command == "HEAD" else body
             store.requests.append((self.command, key, None if asked is None else (first, last), len(body)))
             if key in store.stalled or key in store.dripping:
                 self.send_head(code, headers | {"Content-Length": str(len(body))})
@@ -236,18 +292,19 @@ def _handler(store):
             if (code := store.status.get("", store.status.get("*"))) is not None:
                 return self._say(code, _xml_error("AccessDenied" if code == 403 else "InternalError"))
             prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
-            keys = [key for key in store.names() if key.startswith(prefix)]
-            if delimiter:  # what has one after the prefix is shown as a folder
-                keys = sorted({prefix + delimiter.join(key[len(prefix) :].split(delimiter, 1)[:1]) + delimiter
-                               if delimiter in key[len(prefix) :] else key for key in keys})  # fmt: skip
-            token = int(query.get("continuation-token", 0))
-            page, more = keys[token : token + PAGE], token + PAGE < len(keys)
-            contents = "".join(
-                f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>" if key.endswith("/") else
-                f"<Contents><Key>{escape(key)}</Key><Size>{store.size(key)}</Size><ETag>{escape(store.tag(key))}</ETag>"
-                "<LastModified>2025-01-01T00:00:00.000Z</LastModified></Contents>"
-                for key in page
-            )  # fmt: skip
+            with store.lock:
+                keys = [key for key in store.names() if key.startswith(prefix)]
+                if delimiter:  # what has one after the prefix is shown as a folder
+                    keys = sorted({prefix + delimiter.join(key[len(prefix) :].split(delimiter, 1)[:1]) + delimiter
+                                   if delimiter in key[len(prefix) :] else key for key in keys})  # fmt: skip
+                token = int(query.get("continuation-token", 0))
+                page, more = keys[token : token + PAGE], token + PAGE < len(keys)
+                contents = "".join(
+                    f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>" if key.endswith("/") else
+                    f"<Contents><Key>{escape(key)}</Key><Size>{store.size(key)}</Size><ETag>{escape(store.tag(key))}</ETag>"
+                    "<LastModified>2025-01-01T00:00:00.000Z</LastModified></Contents>"
+                    for key in page
+                )  # fmt: skip
             following = f"<NextContinuationToken>{token + PAGE}</NextContinuationToken>" if more else ""
             body = (
                 '<?xml version="1.0" encoding="UTF-8"?>'
@@ -264,6 +321,8 @@ def _handler(store):
                     self.wfile.write(body)
 
         def send_head(self, code, headers):
+            if self.instead is not None:
+                raise _LostError
             self.send_response(code)
             for name, value in headers.items():
                 self.send_header(name, value)
