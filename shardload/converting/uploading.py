@@ -1,7 +1,7 @@
 """Write a checkpoint to a bucket: make it in a local folder, upload its files, and last what makes it a checkpoint.
 
-    staging disk/convert-ab12cd34/model/…  ─►  s3://bucket/path/model/model-00001-of-00002.safetensors …
-                                           ─►  config.json, then the index
+    staging disk/.staging/0-ab12cd34/step/model/…  ─►  s3://bucket/path/model/model-00001-of-00002.safetensors …
+                                                   ─►  config.json, then the index
 
 A reader never finds an index before its files. A long file is one object, which appears when all its parts are there.
 If the upload fails or is interrupted, what was uploaded is deleted.
@@ -9,8 +9,6 @@ If the upload fails or is interrupted, what was uploaded is deleted.
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from shardload.interrupts import defer_interrupt
 from shardload.loaders import recognise
 from shardload.progress import Progress
 from shardload.runs.digest_list import DIGESTS_FILE
+from shardload.runs.publish import Root, Staging, remove_stale
 from shardload.runs.remote_root import staging_disk
 from shardload.runs.step import NAME
 from shardload.stores.clients import Address
@@ -96,7 +95,9 @@ def remote_target(url: str, *, overwrite: bool, progress: Progress) -> Iterator[
     uploads.check()
     before = _existing(uploads, name)
     _check_replaceable(uploads.shown(name), name, before, overwrite=overwrite)
-    folder = staging_disk() / f"convert-{secrets.token_hex(4)}"
+    remove_stale(staging_disk())
+    staging = Staging.begin(Root(staging_disk()), 0)  # locked while this process lives
+    folder = staging.path
     folder.mkdir()
     try:
         copied = _copied(uploads, name, before, folder)
@@ -110,7 +111,7 @@ def remote_target(url: str, *, overwrite: bool, progress: Progress) -> Iterator[
         error.add_note(f"Nothing is left at {uploads.shown(name)} of what was written.")
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        staging.discard()
 
 
 def _existing(uploads: Uploads, name: str) -> dict[str, int]:

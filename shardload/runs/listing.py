@@ -228,9 +228,12 @@ def _steps_below(place: Location, wanted: str | int | None) -> list[StepInfo]:
             return [found]
         raise _no_list(place, wanted)
     # Open only the newest, even if it is damaged: an older step must not silently pass for the latest.
-    if wanted == "latest" and numbers:
-        newest = _look_remotely(place, max(numbers), ours=numbers[max(numbers)])
-        return [] if newest is None else [newest]
+    while wanted == "latest" and numbers:
+        ours = numbers.pop(last := max(numbers))
+        if (newest := _look_remotely(place, last, ours=ours)) is not None:
+            return [newest]
+        if not ours:
+            return []
     if len(numbers) > _MAX_STEPS:
         raise UnsafeSourceError(
             f"Cannot list the steps at {place}: it names {len(numbers)} numbered folders, expected at most "
@@ -334,6 +337,18 @@ def _no_list(place: Location, wanted: str | int | None) -> Exception:
 
 
 def _look_remotely(place: Location, number: int, *, ours: bool | None) -> StepInfo | None:
+    """Return what is known of a step in a store; ``None`` if there is none, or none any more."""
+    found = _looked_at(place, number, ours=ours)
+    removed = found is not None and ours and found.problems and _is_removed(place / str(number))
+    return None if removed else found
+
+
+def _is_removed(folder: Location) -> bool:
+    """Whether a step that a list had is gone by now: its record is deleted first, then what this one lists."""
+    return DIGESTS_FILE not in _store(folder).requests.sizes(folder.key)
+
+
+def _looked_at(place: Location, number: int, *, ours: bool | None) -> StepInfo | None:
     folder, problem = place / str(number), f"{DIGESTS_FILE} is missing"
     try:
         if ours is not False and (stored := open_step(folder)) is not None:

@@ -160,9 +160,18 @@ class Ownership:
                 try:
                     self._tag = self._brief.put(OWNER_FILE, self._json(), replacing=self._tag)
                 except TakenError:
-                    return  # `check` finds out who it was
+                    if not self._adopt():
+                        return  # `check` finds out who it was
                 except ShardloadError:
                     continue  # the store does not answer: the next beat may get through
+
+    def _adopt(self) -> bool:
+        """Whether the object is still this process's own: an earlier beat replaced it, whose answer was lost."""
+        with suppress(ShardloadError):
+            if (found := self._brief.read(OWNER_FILE)) is None or Owner.of_json(found[0]).id != self._owner.id:
+                return False
+            self._tag = found[1]
+        return True
 
     def _json(self) -> bytes:
         return json.dumps(asdict(self._owner)).encode()

@@ -56,6 +56,8 @@ class RemoteRoot:
     def __init__(self, url: str) -> None:
         """Open a run's folder; raise before training if it is not writable, or there is no room for staging."""
         self.uploads = Uploads(url)
+        self.leftovers: dict[int, list[str]] = {}
+        """Step → the objects that say so, of failed saves whose files could not be deleted."""
         self._owns = False
         staging_disk()
         with self._explained(f"save steps to {self.place}"):
@@ -88,7 +90,8 @@ class RemoteRoot:
             names = self.uploads.sizes(_MARKS)
             for mark in filter(_MARK.fullmatch, names):
                 token = mark.removesuffix(".json")
-                self._clear(int(mark.partition("-")[0]), [*(n for n in names if n.startswith(f"{token}/")), mark])
+                marks = [*(n for n in names if n.startswith(f"{token}/")), mark]
+                self._clear(int(mark.partition("-")[0]), [f"{_MARKS}/{name}" for name in marks])
 
     def begin(self, step: int, *, n_bytes: int) -> RemoteStaging:
         """Begin a step of ``n_bytes`` on this process; raise if it exists already, or the local disk has no room."""
@@ -98,6 +101,9 @@ class RemoteRoot:
         self._check_room(step, n_bytes)
         token = f"{step}-{secrets.token_hex(4)}"
         with self._explained(f"save step {step} to {self.place}"):
+            if step in self.leftovers:
+                self._clear(step, self.leftovers[step])
+                del self.leftovers[step]
             self._refuse_existing(step)
             self.uploads.put(f"{_MARKS}/{token}.json", b"{}", only_new=True)
         return RemoteStaging(self, step, token, Staging.begin(Root(staging_disk()), step))
@@ -111,12 +117,12 @@ class RemoteRoot:
 
     def remove(self, step: int) -> None:
         """Remove a step: its record first. If killed in between, `clear_up` of the next run removes the rest."""
-        mark = f"{step}-{secrets.token_hex(4)}.json"
+        mark = f"{_MARKS}/{step}-{secrets.token_hex(4)}.json"
         with self._explained(f"remove step {step} from {self.place}"):
             self.check(step)
             if not self.uploads.sizes(str(step)):
                 raise SourceNotFoundError(f"Cannot remove step {step} from {self.place}: there is no such step")
-            self.uploads.put(f"{_MARKS}/{mark}", b"{}")
+            self.uploads.put(mark, b"{}")
             self.uploads.delete([f"{step}/{DIGESTS_FILE}"])
             self._clear(step, [mark])
 
@@ -159,7 +165,7 @@ class RemoteRoot:
             raise made
 
     def _refuse_existing(self, step: int) -> None:
-        found = self.uploads.sizes(str(step))
+        found = self.uploads.sizes(str(step), trusts_none=True)  # a web page would refuse the write that follows
         if DIGESTS_FILE in found:
             raise StepExistsError(
                 f"Cannot save step {step}: {self.shown(step)} exists, and a saved step is never overwritten. Remove "
@@ -177,7 +183,7 @@ class RemoteRoot:
         if DIGESTS_FILE not in found:
             self.check(step)
             _delete_files(self.uploads, step, found)
-        self.uploads.delete(f"{_MARKS}/{mark}" for mark in marks)
+        self.uploads.delete(marks)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -313,15 +319,18 @@ class RemoteStaging:
         self._finish()
         if not processes.is_first():
             return
-        uploads = Uploads(self.root.place, most_s=_GIVING_UP_S)
-        # What stays is removed by the next run.
-        with suppress(ShardloadError):
-            self.root.check(self.step)
-            found = uploads.read(f"{self.step}/{DIGESTS_FILE}")
-            if found is None or found[0] == mine:  # else the step is another run's
-                uploads.delete([f"{self.step}/{DIGESTS_FILE}"])
-                _delete_files(uploads, self.step, uploads.sizes(str(self.step)))
-            uploads.delete(self._marks())
+        try:
+            self._take_back(Uploads(self.root.place, most_s=_GIVING_UP_S), mine)
+        except ShardloadError:  # the next save of this step, or the next run, removes what stays
+            self.root.leftovers.setdefault(self.step, []).extend(self._marks())
+
+    def _take_back(self, uploads: Uploads, mine: bytes | None) -> None:
+        self.root.check(self.step)
+        found = uploads.read(f"{self.step}/{DIGESTS_FILE}")
+        if found is None or found[0] == mine:  # else the step is another run's
+            uploads.delete([f"{self.step}/{DIGESTS_FILE}"])
+            _delete_files(uploads, self.step, uploads.sizes(str(self.step)))
+        uploads.delete(self._marks())
 
     def _upload(self, files: dict[str, Path]) -> None:
         self.root.uploads.put_files(files, check=_check_others)

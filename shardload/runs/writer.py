@@ -195,9 +195,9 @@ class Writer:
         if self._later is not None:
             self._later.wait()
             self._later = None
-        self.wait()
-        if processes.is_first():
+        if processes.is_first():  # also after a failure: another run may use the folder
             self.root.finish()
+        self.wait()
 
     def raise_failure(self) -> None:
         """Raise the error of the last save, if the save failed and its error was not raised yet."""

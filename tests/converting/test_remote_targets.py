@@ -43,7 +43,7 @@ def values(one):
 
 
 def left(server, tmp_path):
-    return [server.names(), server.parts, [*(tmp_path / "staging").glob("*/convert-*")]]
+    return [server.names(), server.parts, [*(tmp_path / "staging").glob("*/.staging/*")]]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,14 @@ def test_ctrl_c_leaves_nothing(server, gemma, tmp_path, monkeypatch):
         shardload.convert(gemma, f"{server.s3}/folder", to="safetensors")
     assert caught.value.__notes__ == ["Nothing is left at s3://bucket/folder of what was written."]
     assert left(server, tmp_path) == [[], {}, []]
+
+
+def test_what_a_killed_conversion_staged_is_removed(server, tmp_path):
+    shardload.save_as(model(), f"{server.s3}/one.weights.h5")
+    [disk] = (tmp_path / "staging").iterdir()
+    (disk / ".staging" / "0-deadbeef" / "step").mkdir(parents=True)
+    shardload.save_as(model(), f"{server.s3}/two.weights.h5")
+    assert not [*disk.iterdir()]
 
 
 def test_a_missing_bucket_is_found_before_the_conversion(server, gemma, tmp_path):

@@ -18,7 +18,7 @@ from remote_runs import train as fit
 import shardload
 from shardload.errors import SaveError, StepExistsError, UsageError
 from shardload.runs import ownership, remote_root
-from shardload.runs.listing import list_steps
+from shardload.runs.listing import find_step, list_steps
 from shardload.runs.ownership import OWNER_FILE, Owner
 from shardload.stores.uploads import Uploads
 from shardload.verifying import verify
@@ -252,6 +252,79 @@ def test_who_lost_the_place_publishes_and_removes_nothing(server):
         train(url, 3)
     assert steps(url) == [1]
     assert f"run/{OWNER_FILE}" in server.names()
+
+
+def test_an_owner_whose_answers_were_lost_keeps_its_place(server, monkeypatch):
+    """It replaced the object, but learns only that this is another version than the one it knows."""
+    monkeypatch.setattr(ownership, "BEAT_S", 0.05)
+    owner, lost = server.folder / "run" / OWNER_FILE, []
+
+    def lose(handler, key):
+        if handler.command == "PUT" and key == f"run/{OWNER_FILE}":
+            lost.append(key)
+            handler.instead = lambda: None
+        return False
+
+    with shardload.Checkpointer(f"{server.s3}/run") as saver:
+        saver.save(1, model())
+        server.fault = lose
+        wait_for(lambda: len(lost) > 3)
+        server.fault = None
+        last = Owner.of_json(owner.read_bytes()).beat
+        wait_for(lambda: Owner.of_json(owner.read_bytes()).beat > last + 2)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_a_failed_save_left_goes_with_the_next_save_of_the_step_and_the_place_with_the_saver(server, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+    url = f"{server.s3}/run"
+
+    def fails(handler, key):
+        if handler.command == "GET" or not ("/pytree/" in key or "?delete" in handler.path):
+            return False
+        handler.read_body()
+        handler.refuse(500, "InternalError", {})
+        return True
+
+    saver = shardload.Checkpointer(url, save_on_background=False)
+    saver.save(1, model())
+    server.fault = fails
+    with pytest.raises(SaveError, match=r"Cannot save step 2 to .*HTTP status 500"):
+        saver.save(2, model())
+    assert any(name.startswith("run/2/") for name in server.names())
+    server.fault = None
+    saver.save(2, model())
+    assert steps(url) == [1, 2]
+    assert staged(server) == [f"run/{OWNER_FILE}"]
+    server.refused["run/3/"] = 403
+    with pytest.raises(SaveError, match="HTTP status 403"), saver:
+        saver.save(3, model())
+    assert not staged(server)
+
+
+@pytest.mark.parametrize("at", ["shardload/digests.json", "shardload/step.json"])
+def test_a_step_that_is_removed_while_it_is_listed_is_not_damaged(server, at):
+    url = f"{server.s3}/run"
+    train(url, 3, max_to_keep=None)
+
+    def remove(handler, key):
+        if key == f"run/{steps_now[-1]}/{at}":
+            for name in server.names():
+                if name.startswith(f"run/{steps_now[-1]}/"):
+                    server.remove(name)
+        return False
+
+    for listed in (lambda: steps(url)[-1], lambda: find_step(url, "latest").step):
+        steps_now = steps(url)
+        server.fault = remove
+        assert listed() == steps_now[-2]
+        server.fault = None
 
 
 def test_two_savers_of_one_process_share_a_folder(server):

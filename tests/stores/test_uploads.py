@@ -64,6 +64,39 @@ def test_a_write_whose_answer_was_lost_has_succeeded(server, to):
     assert to.read("a")[0] == b"1"
 
 
+def test_a_body_that_did_not_arrive_in_time_is_sent_again(server, to):
+    """S3 answers so with status 400 where a connection was too slow."""
+    refused = []
+
+    def fault(handler, key):
+        if handler.command != "PUT" or refused:
+            return False
+        refused.append(key)
+        handler.read_body()
+        handler.refuse(400, "RequestTimeout", {})
+        return True
+
+    server.fault = fault
+    to.put("a", b"1", only_new=True)
+    assert to.read("a")[0] == b"1"
+
+
+def test_parts_whose_end_was_lost_are_sent_again(server, to, big):
+    """An upload that is complete is not known any more, when its end is told once more."""
+    lost = []
+
+    def fault(handler, key):
+        if handler.command == "POST" and "uploadId" in handler.path and not lost:
+            lost.append(key)
+            handler.instead = lambda: None
+        return False
+
+    server.fault = fault
+    to.put_files({"big": big})
+    assert lost and (server.folder / "run" / "big").read_bytes() == big.read_bytes()
+    assert not server.parts
+
+
 def test_of_a_file_in_parts_only_the_failed_part_is_repeated(server, to, big):
     server.faults["run/big"] = [500, 503, 500]
     to.put_files({"big": big, "other": big})
