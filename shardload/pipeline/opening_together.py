@@ -21,15 +21,15 @@ def open_together(call: Call, opener: Callable[[], OpenedSource]) -> OpenedSourc
         return opener()
     mine: list[OpenedSource] = []
 
-    def read() -> str | None:
+    def read() -> bytes | None:
         with noting() as noted:
             mine.append(opener())
         return noted.pack(mine[0].manifest.location)
 
-    packed = call.first(read, "the headers")
+    packed = call.hand_out(read, "the headers")
     if mine:
         return mine[0]
-    if packed is None:  # more than a message may have
+    if packed is None:  # too much to be kept in memory, or a place that each process must ask for itself
         return opener()
     with replaying(packed) as replay:
         opened = opener()

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from shardload import processes
 from shardload.errors import DisagreementError, LoadInterruptedError, ProcessFailedError, ProcessLostError
-from shardload.processes import Channel, Word, agreement
+from shardload.processes import Channel, Word, agreement, parcels
 from shardload.processes.exit_reasons import exit_recorder
 from shardload.progress import Progress
 from shardload.sharding.devices import available
@@ -51,6 +51,7 @@ class JointCall:
         self._on_end = on_end
         self._channel = Channel(f"call-{next(JointCall.numbers)}")
         self.name = self._channel.name
+        self._parcels, self._handed_out = f"{self.name}/parcels/", itertools.count()
         self._beat = processes.heartbeat()
         self._attempts = itertools.count()
         self._flags = self._flags_of_attempt()
@@ -70,6 +71,8 @@ class JointCall:
         processes.call.__dict__.clear()
         self._beat.each_beat.remove(self._watch)
         self._beat.forget(self._flags)
+        if processes.is_first():  # the others have passed a later meeting, or the call has failed
+            parcels.discard(self._parcels)
 
     def try_again(self) -> None:
         """Forget a failure that all processes know: else the next `check` would stop an alternative that they try."""
@@ -115,6 +118,21 @@ class JointCall:
     def first(self, do: Callable[[], _T], what: str) -> _T:
         """Run ``do`` on process 0 only; every process returns its result (JSON), or raises its failure."""
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
+
+    def hand_out(self, do: Callable[[], bytes | None], what: str) -> bytes | None:
+        """Run ``do`` on process 0 only; every process returns its result: bytes, however many, or ``None``."""
+        mine: list[bytes | None] = []
+        name = f"{self._parcels}{next(self._handed_out)}"
+
+        def put() -> int | None:
+            mine.append(do())
+            return None if mine[0] is None else parcels.put(name, mine[0])
+
+        count = self.first(put, what)
+        if mine or count is None:
+            return mine[0] if mine else None
+        with self.attempt():
+            return parcels.get(name, count, check=self.check)
 
     def meet(self, what: str) -> None:
         """Wait until all processes have come to this point, called ``what``; raise on all of them if one failed."""
@@ -343,6 +361,10 @@ class Alone:
         return [do()]
 
     def first(self, do: Callable[[], _T], what: str) -> _T:
+        """Run ``do``, and return its result."""
+        return do()
+
+    def hand_out(self, do: Callable[[], bytes | None], what: str) -> bytes | None:
         """Run ``do``, and return its result."""
         return do()
 

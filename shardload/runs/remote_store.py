@@ -30,7 +30,8 @@ from shardload.stores.event_loop import Fetch
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile, PrivateCopies
 from shardload.stores.location import Location
-from shardload.stores.remote import NameTree, RemoteStore
+from shardload.stores.objects import NameTree
+from shardload.stores.remote import RemoteStore
 from shardload.stores.requests import Requests
 from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural

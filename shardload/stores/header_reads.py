@@ -3,25 +3,26 @@
     process 0   Location.open ─► notes each read: name below the checkpoint, offset, bytes ─► `HeaderReads.pack`
     others      Location.open ─► answers the same reads from these notes; a real file is opened for any other read
 
-Formats are not involved: the same loader runs on each process, and gets the same bytes.
+Formats are not involved: the same loader runs on each process, and gets the same bytes. Of a bucket or hub, it also
+gets what the store told: which objects there are, and their versions, to which all later reads are limited.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardload.stores.location import Location, opening_by
-from shardload.stores.store import File
+from shardload.stores.objects import StoreFacts
+from shardload.stores.remote import RemoteStore, knowing
+from shardload.stores.store import File, Store
 
 MOST_BYTES = 32 << 20
 """Most bytes that are noted. A header has up to some MB; whoever reads more reads values."""
-MOST_CHARACTERS = 3 << 20
-"""Longest packed text: a message between processes may have 4 MiB."""
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class ReadNotes:
     def open(self, location: Location) -> File:
         """Open a file, and note what is read of it."""
         file = location.store.open(location.key)
-        if location.store.is_remote:  # it keeps what it read in larger units, and its versions are pinned
+        if _is_apart(location.store):
             return file
         return _NotedFile(file, self, self.files.setdefault(location, NotedReads(file.n_bytes)))
 
@@ -72,18 +73,28 @@ class ReadNotes:
             return
         reads.parts[offset] = bytes(found)
 
-    def pack(self, location: Location) -> str | None:
-        """Return the notes about files below an opened checkpoint as text; ``None`` if there are too many or none."""
+    def pack(self, location: Location) -> bytes | None:
+        """Return the notes about files below an opened checkpoint; ``None`` if there are too many or none."""
         if self._is_too_much:
             return None
         root, name = root_of(location)
         below = {where: path for path in self.files if (where := path.relative_to(root))}
         files = {where: self.files[path] for where, path in below.items()}
         index = [[n, f.n_bytes, [[at, len(part)] for at, part in f.parts.items()]] for n, f in files.items()]
-        head = json.dumps({"root": name, "files": index}).encode()
+        head = json.dumps({"root": name, "files": index, "store": _told_by(location.store)}).encode()
         body = b"".join(part for f in files.values() for part in f.parts.values())
-        text = base64.b64encode(zlib.compress(len(head).to_bytes(8, "little") + head + body, 1)).decode()
-        return text if files and len(text) <= MOST_CHARACTERS else None
+        return zlib.compress(len(head).to_bytes(8, "little") + head + body, 1) if files else None
+
+
+def _is_apart(store: Store) -> bool:
+    """Whether each process reads a store for itself: a remote one whose versions other processes cannot rely on."""
+    return store.is_remote and (not isinstance(store, RemoteStore) or store.facts is None)
+
+
+def _told_by(store: Store) -> dict[str, Any] | None:
+    if not isinstance(store, RemoteStore) or store.facts is None:
+        return None
+    return {"url": store.url, "facts": store.facts.as_json()}
 
 
 class _NotedFile:
@@ -121,8 +132,8 @@ def noting() -> Iterator[ReadNotes]:
 class Replay:
     """Answers reads from the notes of another process: as long as files have the names that they have there."""
 
-    def __init__(self, packed: str) -> None:
-        raw = zlib.decompress(base64.b64decode(packed))
+    def __init__(self, packed: bytes) -> None:
+        raw = zlib.decompress(packed)
         start = 8 + int.from_bytes(raw[:8], "little")
         head = json.loads(raw[8:start])
         self._name: str = head["root"]
@@ -133,12 +144,20 @@ class Replay:
                 reads.parts[offset] = raw[start : start + count]
                 start += count
         self._roots: set[Location] = set()
+        store = head["store"]
+        self.facts = {} if store is None else {store["url"]: StoreFacts.of(store["facts"])}
+        """URL of the store → what it has told; empty for files on this machine."""
 
     def open(self, location: Location) -> File:
         """Return a file that answers what was noted; the file itself if nothing was."""
-        if not location.store.is_remote and (found := self._find(location)) is not None:
+        if self._is_known(location.store) and (found := self._find(location)) is not None:
             return _ReplayedFile(location, found)
         return location.store.open(location.key)
+
+    def _is_known(self, store: Store) -> bool:
+        if not store.is_remote:
+            return not self.facts
+        return isinstance(store, RemoteStore) and store.url in self.facts
 
     def _find(self, location: Location) -> NotedReads | None:
         folder, below = location.parent, location.name
@@ -188,8 +207,8 @@ class _ReplayedFile:
 
 
 @contextmanager
-def replaying(packed: str) -> Iterator[Replay]:
+def replaying(packed: bytes) -> Iterator[Replay]:
     """Answer what this thread reads of files that it opens in the with block from the notes of another process."""
     replay = Replay(packed)
-    with opening_by(replay.open):
+    with opening_by(replay.open), knowing(replay.facts):
         yield replay

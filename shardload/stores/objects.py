@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from shardload.stores.store import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +56,52 @@ class KnownObjects:
         if whole:
             return dict(below)
         return {name.partition("/")[0]: None if "/" in name else size for name, size in below.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFolder:
+    """What is known about the content of a folder."""
+
+    kinds: dict[str, Kind]
+    is_complete: bool
+    """Whether these are all its names. Otherwise there may be others: an HTTP server was asked for usual names."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """What a store has told one process, so that others need not ask: which objects it has, and what is in folders."""
+
+    versions: dict[str, Version | None] = field(default_factory=dict)
+    """Name → size and version of an object that was asked for; ``None`` if there is none."""
+    folders: dict[str, ListedFolder | None] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts as values that JSON has; see `of`."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> StoreFacts:
+        """Return the facts that `as_json` has written."""
+        return cls(
+            {key: None if one is None else Version(**one) for key, one in found["versions"].items()},
+            {key: None if one is None else ListedFolder(**one) for key, one in found["folders"].items()},
+        )
+
+
+class NameTree:
+    """Files and folders of a remote store, found from the files' names, as a store lists only files, no folders."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self.kinds: dict[str, Kind] = {"": "folder"}
+        for name in files:
+            parts = name.split("/")[:-1]
+            self.kinds |= dict.fromkeys(("/".join(parts[:n]) for n in range(1, len(parts) + 1)), "folder")
+        self.kinds |= dict.fromkeys(files, "file")
+
+    def names(self, folder: str) -> list[str] | None:
+        """Return the names of files and folders directly in a folder, sorted; ``None`` if there is no such folder."""
+        if self.kinds.get(folder) != "folder":
+            return None
+        prefix = f"{folder}/" if folder else ""
+        inside = (name.removeprefix(prefix) for name in self.kinds if name.startswith(prefix) and name != folder)
+        return sorted(name for name in inside if "/" not in name)

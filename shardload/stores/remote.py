@@ -12,9 +12,11 @@ import hashlib
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 
 from shardload.errors import (
     DamagedError,
@@ -30,7 +32,7 @@ from shardload.stores.clients import Address
 from shardload.stores.event_loop import Fetch
 from shardload.stores.local import PrivateCopies
 from shardload.stores.location import Location
-from shardload.stores.objects import Version
+from shardload.stores.objects import ListedFolder, StoreFacts, Version
 from shardload.stores.requests import Requests
 from shardload.stores.store import FileIdentity, Kind, Store, between
 from shardload.units import exact_bytes
@@ -54,13 +56,17 @@ _GONE = "changed while it was read: there is no such object any more"
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    """What is known about the content of a folder."""
+_handed_out: ContextVar[Mapping[str, StoreFacts]] = ContextVar("handed_out", default=MappingProxyType({}))
 
-    kinds: dict[str, Kind]
-    is_complete: bool
-    """Whether these are all its names. Otherwise there may be others: an HTTP server was asked for usual names."""
+
+@contextmanager
+def knowing(facts: Mapping[str, StoreFacts]) -> Iterator[None]:
+    """Have stores that this thread makes in the with block know what other ones of the same URL were told."""
+    token = _handed_out.set(facts)
+    try:
+        yield
+    finally:
+        _handed_out.reset(token)
 
 
 class RemoteStore(Store):
@@ -74,7 +80,13 @@ class RemoteStore(Store):
     def __init__(self, url: str, *, requests: Requests | None = None) -> None:
         self.requests = requests or Requests(url)
         self.pace = self.requests.pace
-        self._folders: dict[str, _Folder | None] = {}
+        self._facts = _handed_out.get().get(self.url, StoreFacts())
+        self._folders = self._facts.folders
+        self.knows_more = bool(self._facts.versions)
+        """Whether it has begun with what another process was told."""
+        for key, version in self._facts.versions.items():
+            if version is not None:
+                self.requests.note(key, version)
         self._pages = _Pages(self.requests)
         self._copies = PrivateCopies()
         self._refused: ForbiddenError | None = None
@@ -93,6 +105,11 @@ class RemoteStore(Store):
     def can_list(self) -> bool:
         """Whether the store can list the names of its files; HTTP servers cannot."""
         return self.requests.can_list
+
+    @property
+    def facts(self) -> StoreFacts | None:
+        """What it was told so far, if that holds for all processes: HTTP servers may each make ETags of their own."""
+        return self._facts if self.can_list else None
 
     def shown(self, key: str) -> str:
         """Return the URL of a file or folder, which is its name in messages."""
@@ -170,7 +187,8 @@ class RemoteStore(Store):
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Request the first bytes of files in advance, several at a time; see `Store.read_ahead`."""
-        self._pages.read_ahead(keys)
+        if not self.knows_more:  # else these bytes are known, too
+            self._pages.read_ahead(keys)
 
     def local_path(self, key: str) -> Path:
         """Copy a file, or a folder's small files (configuration, tokenizer, assets), to a private folder.
@@ -203,6 +221,12 @@ class RemoteStore(Store):
 
     def _version(self, key: str, *, may_be_folder: bool = True) -> Version | None:
         """Return an object's size and version, which come with its first page; ``None`` if there is no such object."""
+        if self.knows_more and key in self._facts.versions:
+            return self._facts.versions[key]
+        found = self._facts.versions[key] = self._asked_version(key, may_be_folder=may_be_folder)
+        return found
+
+    def _asked_version(self, key: str, *, may_be_folder: bool) -> Version | None:
         try:
             if self._pages.get(key, 0).result() is None:
                 return None
@@ -225,21 +249,21 @@ class RemoteStore(Store):
         found = self._folders.get(folder)
         return found is not None and found.kinds.get(name) == "file"
 
-    def _folder(self, key: str) -> _Folder | None:
+    def _folder(self, key: str) -> ListedFolder | None:
         if key not in self._folders:
             found = self._listed(key) if self.can_list else self._web_folder(key)
             self._folders[key] = found if found.kinds or not key else None
         return self._folders[key]
 
-    def _listed(self, key: str) -> _Folder:
+    def _listed(self, key: str) -> ListedFolder:
         entries = self.requests.entries(key)
         plain = ((name, size) for name, size in entries.items() if name not in ("", ".", "..") and "/" not in name)
         kinds: dict[str, Kind] = {name: "folder" if size is None else "file" for name, size in plain}
-        return _Folder(kinds, is_complete=True)
+        return ListedFolder(kinds, is_complete=True)
 
-    def _web_folder(self, key: str) -> _Folder:
+    def _web_folder(self, key: str) -> ListedFolder:
         if key.lower().endswith(web_folders.FILE_ENDINGS):
-            return _Folder({}, is_complete=True)
+            return ListedFolder({}, is_complete=True)
         try:
             page = self.requests.page(key)
         except (ForbiddenError, SourceNotFoundError):
@@ -247,11 +271,11 @@ class RemoteStore(Store):
         found = web_folders.links(page, self.requests.encoded(key)) if page else {}
         linked: dict[str, Kind] = {name: "folder" if inside else "file" for name, inside in found.items()}
         if web_folders.is_of_checkpoints(found):
-            return _Folder(linked, is_complete=True)
+            return ListedFolder(linked, is_complete=True)
         usual = {name: _joined(key, name) for name in web_folders.USUAL_NAMES}
         self._pages.read_ahead(usual.values())
         there: dict[str, Kind] = {name: "file" for name, path in usual.items() if self._is_object(path)}
-        return _Folder(linked | there, is_complete=False)
+        return ListedFolder(linked | there, is_complete=False)
 
     def _is_object(self, key: str) -> bool:
         try:
@@ -432,25 +456,6 @@ class PendingObject:
         """Cancel the request; a thread that waits for it gets a `TransferError`."""
         if self._fetch is not None:
             self._fetch.cancel()
-
-
-class NameTree:
-    """Files and folders of a remote store, found from the files' names, as a store lists only files, no folders."""
-
-    def __init__(self, files: Collection[str]) -> None:
-        self.kinds: dict[str, Kind] = {"": "folder"}
-        for name in files:
-            parts = name.split("/")[:-1]
-            self.kinds |= dict.fromkeys(("/".join(parts[:n]) for n in range(1, len(parts) + 1)), "folder")
-        self.kinds |= dict.fromkeys(files, "file")
-
-    def names(self, folder: str) -> list[str] | None:
-        """Return the names of files and folders directly in a folder, sorted; ``None`` if there is no such folder."""
-        if self.kinds.get(folder) != "folder":
-            return None
-        prefix = f"{folder}/" if folder else ""
-        inside = (name.removeprefix(prefix) for name in self.kinds if name.startswith(prefix) and name != folder)
-        return sorted(name for name in inside if "/" not in name)
 
 
 SCHEMES: dict[str, Callable[[str], Location]] = {}

@@ -8,10 +8,11 @@ import keras
 import numpy as np
 import pytest
 from checkpoints import write_gguf
+from object_server import served
 from safetensors.numpy import save_file
 from saved_steps import save_step
 
-from shardload.errors import DisagreementError, TruncatedSourceError
+from shardload.errors import DisagreementError, TransferError, TruncatedSourceError
 from shardload.loaders import open_manifest
 from shardload.pipeline.opening_together import open_together
 from shardload.resolve.opening import OpenedSource, open_source
@@ -115,13 +116,45 @@ def test_reads_that_were_not_noted_open_the_file(tmp_path, opened):
     file.close()
 
 
-def test_nothing_is_noted_of_more_than_a_message_may_have(tmp_path, monkeypatch):
+def test_nothing_is_noted_of_more_than_may_be_kept(tmp_path, monkeypatch):
     source = gguf(tmp_path / "source")
     monkeypatch.setattr(header_reads, "MOST_BYTES", 10)
     assert noted(source)[1] is None
-    monkeypatch.setattr(header_reads, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(header_reads, "MOST_CHARACTERS", 10)
-    assert noted(source)[1] is None
+
+
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "h5", "keras"])
+def test_headers_in_a_bucket_are_read_once_and_later_reads_keep_to_their_version(format, tmp_path, monkeypatch):
+    source = FORMATS[format](tmp_path / "source")
+    with served(tmp_path, monkeypatch) as server:
+        url = f"{server.s3}/{source.relative_to(tmp_path)}"
+        manifest, packed = noted(url)
+        server.requests.clear()
+        with replaying(packed) as replay:
+            found = open_source(url, None).manifest
+        for mine, other in zip(facts(found), facts(manifest), strict=True):
+            assert mine == other
+        assert server.sent_of("^source/") == 0 and replay.is_of(found.location)
+        path = max(found.files, key=lambda file: found.files[file])
+        assert path.store.tag(path.key)  # the processes compare it
+        replaced = tmp_path / path.key
+        replaced.write_bytes(replaced.read_bytes()[:-1] + b"#")
+        with pytest.raises(TransferError, match="changed while it was read"):
+            path.open().read_into(memoryview(bytearray(8)), found.files[path] - 8)
+
+
+def test_each_process_reads_headers_of_a_web_server_which_may_make_tags_of_its_own(tmp_path, monkeypatch):
+    gguf(tmp_path / "source")
+    with served(tmp_path, monkeypatch) as server:
+        assert noted(f"{server.http}/source/model.gguf")[1] is None
+
+
+def test_another_bucket_is_asked_itself(tmp_path, monkeypatch):
+    source = gguf(tmp_path / "source")
+    _, packed = noted(source)  # process 0 has a copy on its machine
+    with served(tmp_path, monkeypatch) as server:
+        with replaying(packed):
+            open_source(f"{server.s3}/source/model.gguf", None)
+        assert server.sent_of("model.gguf") > 0
 
 
 def test_a_truncated_header_is_the_same_error_while_reads_are_noted(tmp_path):
@@ -139,7 +172,7 @@ class Side:
     def __init__(self, packed):
         self.packed = packed
 
-    def first(self, do, what):
+    def hand_out(self, do, what):
         return self.packed
 
 
