@@ -13,6 +13,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from bucket_server import bucket
 from object_server import ObjectServer, served
 from process_runs import Run, told_by
 from progress_calls import Counted
@@ -70,6 +71,14 @@ FROM_S3 = [
     Case("load_arrays", "transfer", "stop", 3, 4, store="s3"), Case("load", "transfer", "raise", 3, 4, store="s3"),
     Case("load", "transfer", "stall", store="s3"), Case("load_arrays", "headers", "replaced", store="s3"),
     Case("load", "before", "content", 3, 4, store="s3"), Case("restore", "before", "mesh", store="s3"),
+    Case("restore", "headers", "stop", store="s3"),
+]  # fmt: skip
+TO_S3 = [
+    Case("save", stage, kind, victim, store="s3")
+    for stage, kind, victim in [
+        ("upload", "kill", 0), ("upload", "stop", 1), ("record", "kill", 0), ("record", "stop", 0),
+        ("recorded", "kill", 0), ("recorded", "stop", 0),
+    ]
 ]  # fmt: skip
 
 
@@ -81,6 +90,14 @@ def test_what_goes_wrong_on_one_that_reads_from_an_object_store(sources, monkeyp
         monkeypatch.setenv("STALLING_URL", stalling.root)
         monkeypatch.setenv("BUCKET_FOLDER", str(sources[0].parent))
         found = list(outcomes(FROM_S3, sources, at_once=4))
+    assert [(str(one.case), one.wrong) for one in found if one.wrong] == []
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_on_one_that_saves_to_a_bucket(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_STAGING", str(tmp_path))
+    with bucket(sources[0].parent, monkeypatch):
+        found = list(outcomes(TO_S3, sources, at_once=3))
     assert [(str(one.case), one.wrong) for one in found if one.wrong] == []
 
 

@@ -297,15 +297,15 @@ def _handler(store):
                 if delimiter:  # what has one after the prefix is shown as a folder
                     keys = sorted({prefix + delimiter.join(key[len(prefix) :].split(delimiter, 1)[:1]) + delimiter
                                    if delimiter in key[len(prefix) :] else key for key in keys})  # fmt: skip
-                token = int(query.get("continuation-token", 0))
-                page, more = keys[token : token + PAGE], token + PAGE < len(keys)
+                rest = [key for key in keys if key > query.get("continuation-token", "")]
+                page, more = rest[:PAGE], len(rest) > PAGE
                 contents = "".join(
                     f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>" if key.endswith("/") else
                     f"<Contents><Key>{escape(key)}</Key><Size>{store.size(key)}</Size><ETag>{escape(store.tag(key))}</ETag>"
                     "<LastModified>2025-01-01T00:00:00.000Z</LastModified></Contents>"
                     for key in page
                 )  # fmt: skip
-            following = f"<NextContinuationToken>{token + PAGE}</NextContinuationToken>" if more else ""
+            following = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
             body = (
                 '<?xml version="1.0" encoding="UTF-8"?>'
                 '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'

@@ -5,13 +5,15 @@ python -m together_child COUNT INDEX PORT DEVICES MESH CALL SOURCE STAGE KIND VI
 The victim raises, is killed, stopped, sees OTHER instead of SOURCE, or is given another mesh, step or model: in its
 ``script``, which does not come to the call, or at a stage of its call. Of a load: ``before`` JAX starts, as ``headers``
 are read, in mid-``transfer``, or at the ``end`` as initial values are computed. Of a save: ``before`` the folder is
-made, as it ``begin``s, as arrays are to ``write``, as the step is to ``publish``, or at the ``end``.
+made, as it ``begin``s, as arrays are to ``write``, as the step is to ``publish``, or at the ``end``. Of a save to a
+bucket, of the second step: in mid-``upload``, before the ``record`` is written, or once it is ``recorded``.
 """
 
 import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -37,6 +39,7 @@ from shardload.progress import Silent
 from shardload.runs.digests import Checker
 from shardload.runs.saver import StepSaver
 from shardload.stores.local import LocalStore
+from shardload.stores.uploads import Uploads
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
@@ -87,6 +90,15 @@ def at(call, stage, kind):
         StepSaver.begin = first(StepSaver.begin)
     if stage == "write":
         PendingSave.result = first(PendingSave.result)
+    if stage == "upload":
+        # Of process 1, which has nothing to write of a model that is copied over the processes, its digests.
+        Uploads.put = first(
+            Uploads.put, where=lambda _, name, *__: re.match(r"1/pytree/|\.staging/1-.*/digests-1", name)
+        )
+    if stage == "record":
+        Uploads.put = first(Uploads.put, where=lambda _, name, *__: name == "1/shardload/digests.json")
+    if stage == "recorded":
+        Uploads.delete = first(Uploads.delete, where=lambda _, names: str([*names]).startswith("['.staging/1-"))
     if stage == "publish":  # which process 0 does; the others wait for it
         Channel.first = first(Channel.first, where=in_worker)
 
@@ -224,6 +236,8 @@ def save_step(source, *, folder, mesh, kind, progress):
         made = shardload.load(source, mesh=mesh)
     if kind == "again":
         fail_once(made, folder)
+    if str(folder).startswith("s3://"):
+        shardload.save(made, folder, step=0)
     step = 2 if kind == "step" and jax.process_index() else 1
     path = shardload.save(made, folder, step=step, metrics={"loss": jax.process_index()})
     tell(saved=str(path))

@@ -22,6 +22,7 @@ from together_child import CALLS, STAGES
 
 from shardload.runs.digests import find_damage
 from shardload.runs.listing import list_steps
+from shardload.verifying import verify
 
 LIMIT_S = 30.0
 STARTING_S = 240.0
@@ -38,7 +39,7 @@ class Case:
     victim: int = 1
     processes: int = 2
     store: str = "disk"
-    """Or ``s3``: then `served_sources` must be served."""
+    """Or ``s3``: then the folder of the sources must be served."""
 
     def __str__(self):
         where = "" if self.store == "disk" else f", from {self.store}"
@@ -119,18 +120,25 @@ def outcome(case, sources):
             outputs[victim] = victim.communicate(timeout=60)[0]
     found = judged(case, [outputs[one] for one in run.started], [one.returncode for one in run.started], ended)
     if case.call == "save":
-        found.wrong += half_saved(case, sources[0] / f"saved-{run.port}")
+        found.wrong += (half_saved if case.store == "disk" else half_uploaded)(case, f"{one}/saved-{run.port}")
     return found
 
 
 def half_saved(case, folder):
     """What is wrong with the steps that are there: only what was published may be, and whole."""
-    steps = list_steps(folder) if folder.exists() else []
+    steps = list_steps(folder) if Path(folder).exists() else []
     wrong = [f"step {info.step} is damaged" for info in steps if find_damage(info.path)]
     # Process 0 goes on where it learns after the publishing that another was lost.
     if steps and (case.stage not in ("publish", "end") or (case.stage == "publish" and not case.victim)):
         wrong.append(f"the steps {[info.step for info in steps]} are listed")
     return wrong
+
+
+def half_uploaded(case, url):
+    """What is wrong with the steps in a bucket, of which 0 was saved before: 1 is there once its record is."""
+    verdicts = {int(found.path.rpartition("/")[2]): found.verdict for found in verify(url)}
+    expected = dict.fromkeys([0, 1] if case.stage == "recorded" else [0], "verified")
+    return [] if verdicts == expected else [f"the steps are {verdicts}, expected {expected}"]
 
 
 def _read(one):
