@@ -45,7 +45,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         directory: The folder of the steps, created if missing; a relative path is resolved when the callback is made.
             Or the address of a folder in a bucket: ``s3://bucket/run`` or ``gs://bucket/run``.
         monitor: The metric that ranks steps.
-        verbose: 1 prints a line for every save.
+        verbose: 1 prints a line when a save begins, and when its step is complete.
         save_best_only: Save only if ``monitor`` beats the best value so far; later steps do not displace the best one.
         mode: ``min`` if lower values are better, ``max`` if higher, ``auto`` to ask the metric of that name.
         save_freq: ``"epoch"`` to save after every epoch, or the number of batches from one save to the next.
@@ -381,6 +381,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             callbacks=self._others.record(),
         )
         # Users may change the attributes of a callback between two saves.
+        self._saver.writer.say = self._say if self.verbose else None
         self._saver.compression, self._saver.timeout_s = self.compression, self.async_timeout_s
         self._saver.save(
             self.model,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardload.console import listing, options, streams
+from shardload.errors import ShardloadError
 from shardload.reports import printable
 from shardload.units import format_bytes, plural
 
@@ -54,11 +55,28 @@ def list_cache(
             out.text(listing.aligned(rows, width=out.width))
 
 
+def _addresses(context: typer.Context) -> list[str]:
+    """Return the addresses of what is in the cache, for a shell to complete."""
+    # An error would be printed into the line that is being typed; the command itself will report it.
+    try:
+        from shardload.stores.cache_space import stored_objects
+
+        found = stored_objects(_folder(context.params.get("directory")))
+    except (OSError, ShardloadError):
+        return []
+    return sorted({each.described.address for each in found if each.described is not None})
+
+
 @cache_app.command("clear")
 def clear_cache(
     address: Annotated[
         str | None,
-        typer.Argument(metavar="ADDRESS", help="Only objects at or below this address, as listed.", show_default=False),
+        typer.Argument(
+            metavar="ADDRESS",
+            help="Only objects at or below this address, as listed.",
+            show_default=False,
+            autocompletion=_addresses,
+        ),
     ] = None,
     *,
     directory: options.CacheOption = None,

@@ -175,10 +175,8 @@ def steps(
         if json:
             out.json({"directory": directory, "steps": [_facts(info) for info in found], "failures": failures})
         elif not found:
-            out.text(
-                f"{printable(directory)} contains no steps: they are folders named 0, 1, 2, …"
-                f"{printable(why_no_steps(directory))}\n"
-            )
+            why = why_no_steps(directory) or " yet: each will be a folder in it, named by its number"
+            out.text(f"{printable(directory)} contains no steps{printable(why)}\n")
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
             out.text(listing.aligned([head, *map(_row, found)], width=out.width))

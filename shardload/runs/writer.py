@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ from shardload.runs.publish import Root, Staging
 from shardload.runs.remote_root import RemoteRoot, RemoteStaging
 from shardload.runs.snapshot import bytes_here, snapshot
 from shardload.stores.local import located
+from shardload.units import format_bytes
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
@@ -59,6 +60,8 @@ _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 _OF_ONE_PROCESS = re.compile(r"/c(?:/\d+)*$|(?:^|/|\.)process_\d+\b")
 """Matches the files that each process writes for itself without OCDBT: chunks of arrays, and lists of them."""
 
+
+_log = logging.getLogger("shardload")
 
 AnyRoot = Root | RemoteRoot
 AnyStaging = Staging | RemoteStaging
@@ -79,6 +82,8 @@ class SaveJob:
     timeout_s: float | None = None
     after: tuple[Callable[[int, Any], None], ...] = ()
     """Functions to call after the step is published, with its number and folder, in the worker thread of process 0."""
+    begun_s: float = field(default_factory=time.monotonic)
+    """When the save began, by the clock that is never set."""
 
 
 class Writer:
@@ -88,10 +93,17 @@ class Writer:
         self.root = root
         self.channel = processes.Channel()
         self.witness = ExitRecorder(root.local)
+        self.say: Callable[[str], None] | None = None
+        """Called on process 0, in the worker thread, with a line for each step that is complete; it is logged, too."""
         self._worker: Worker | None = None
         self._failure: ShardloadError | None = None
         self._later: Worker | None = None
         _WRITERS.add(self)
+
+    def _tell(self, text: str) -> None:
+        _log.info("%s", text)
+        if self.say is not None:
+            self.say(f"\n{text}\n")
 
     def begin(self) -> None:
         """Prepare the root for a run: wait for saves to it in this process, and remove unfinished steps."""
@@ -223,7 +235,7 @@ class Writer:
     ) -> None:
         processes.call.check = check  # type: ignore[method-assign]
         try:
-            path = _finish(job, staging, begin, self.channel)
+            path = _finish(job, staging, begin, self.channel, self._tell)
             self.witness.note("training")
         except BaseException as error:
             failure = _as_failure(error, job, staging)
@@ -253,7 +265,7 @@ def _finish_all() -> None:
             try:
                 writer.settle()
             except ShardloadError as error:  # no caller is left to receive it
-                logging.getLogger("shardload").error("%s", error)
+                _log.error("%s", error)
         # Python would wait for Orbax's threads, and these for a process that is gone, until JAX aborts this one.
         if processes.are_several() and processes.heartbeat().lost and orbax_writer.is_saving():
             processes.end_stuck("Threads of Orbax waited for it")
@@ -285,7 +297,11 @@ def _begin(job: SaveJob, staging: AnyStaging) -> Callable[[], orbax_writer.Pendi
 
 
 def _finish(
-    job: SaveJob, staging: AnyStaging, begin: Callable[[], orbax_writer.PendingSave], channel: processes.Channel
+    job: SaveJob,
+    staging: AnyStaging,
+    begin: Callable[[], orbax_writer.PendingSave],
+    channel: processes.Channel,
+    tell: Callable[[str], None],
 ) -> Place:
     # Each stage is an exchange: no process digests before all have written, and a failure stops all of them.
     channel.together(lambda: _written(job, begin()))
@@ -295,8 +311,12 @@ def _finish(
         staging.take_over()
         _check_items(job, staging)
         parts = [Digests.read(staging.part(process)) for process in reversed(range(processes.count()))]
-        Digests({name: found for part in parts for name, found in part.files.items()}).write(staging.path)
-        return str(staging.publish())
+        digests = Digests({name: found for part in parts for name, found in part.files.items()})
+        digests.write(staging.path)
+        place = str(staging.publish())
+        size, spent_s = sum(found.n_bytes for found in digests.files.values()), time.monotonic() - job.begun_s
+        tell(f"Step {job.step} is complete: {format_bytes(size)} in {spent_s:.1f} s, {place}")
+        return place
 
     path = channel.first(publish)
     if not processes.is_first():

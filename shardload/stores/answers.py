@@ -49,6 +49,15 @@ _NO_HEADER = re.compile("(?:Last-Modified|ETag) Header missing", re.IGNORECASE)
 _DETAILS = "\n\nDebug source:"
 _REQUEST = re.compile(r".*?Error performing \S+ \S+ in \S+ - ", re.DOTALL)
 """Matches the beginning of a sentence, with the address, which may be signed."""
+_CREDENTIALS = (
+    (re.compile(r"(?:PUT|GET) \S+?//[^/]+/latest/(?:api/token|meta-data/iam)"), "this machine's metadata"),
+    (re.compile(r"GET \S+?//[^/]+/computeMetadata/"), "this machine's metadata server"),
+    (re.compile(r"GET \S+?//169\.254\.170\.2"), "this container's credentials service"),
+    (re.compile(r"AssumeRoleWithWebIdentity|read token file"), "the token that AWS_WEB_IDENTITY_TOKEN_FILE names"),
+    (re.compile(r"External AWS credential provider"), "the AWS profile"),
+    (re.compile(r"performing token request"), "Google's server for tokens"),
+)
+"""What obstore says when it gets no credentials, so that the store was not asked, and who should have given them."""
 _DENIED = re.compile("access ?denied", re.IGNORECASE)
 """Matches what S3 says of an object in the answer to a request that deletes many, whose own status is 200."""
 _PASSING = re.compile("<Code>(?:RequestTimeout|NoSuchUpload)</Code>")
@@ -113,14 +122,16 @@ class FailedTry:
     status: int | None = None
     """HTTP status; ``None`` if no answer came."""
     code: str = ""
-    """What obstore says of it: missing, forbidden, changed, no ranges, no length (of a page), or bad name (of an object
-    in a list); empty for all others."""
+    """What obstore says of it: missing, forbidden, changed, no ranges, no length (of a page), bad name (of an object
+    in a list), no credentials (nor would another try get them); empty for all others."""
     cause: str = ""
     """Of a failed connection, the last cause that obstore names."""
     is_connection: bool = False
     """Whether the connection failed, or broke in the middle of an answer."""
     is_to_repeat: bool = False
     """Whether the store says that the same request may succeed, although its status does not."""
+    credentials: str = ""
+    """The source of credentials that failed, in words; empty if the store itself was asked."""
 
     @classmethod
     def of(cls, error: BaseException) -> FailedTry:
@@ -130,6 +141,7 @@ class FailedTry:
         if isinstance(error, TimeoutError):  # of this package, not of obstore
             return cls(str(error), is_connection=True)
         sentence, _, details = str(error).partition(_DETAILS)
+        credentials = next((words for pattern, words in _CREDENTIALS if pattern.search(sentence)), "")
         found = _STATUS.search(sentence)
         status = int(found[1]) if found else None
         body = sentence[found.end() :] if found else ""
@@ -168,7 +180,12 @@ class FailedTry:
             said = " ".join(_REQUEST.sub("", sentence).split())[:CHARACTERS_SHOWN] or type(error).__name__
             if _NO_HEADER.search(said):  # of S3 and GCS each has an ETag and a time
                 said += ": the answers are not those of an object store, but perhaps a web page to log in"
-        return cls(said, status, code, cause, is_connection="reqwest" in details, is_to_repeat=is_to_repeat)
+        is_connection = "reqwest" in details
+        is_final = bool(code) or not is_connection if status is None else status < 500
+        # A refusal by the source of credentials is none by the store.
+        code = ("no credentials" if is_final else "") if credentials else code
+        options: dict[str, Any] = {"is_to_repeat": is_to_repeat, "credentials": credentials}
+        return cls(said, status, code, cause, is_connection=is_connection, **options)
 
     def without(self, query: str) -> FailedTry:
         """Return the same without a query, which may be a signature, if the server repeats it."""
@@ -183,7 +200,8 @@ class FailedTry:
         if self.code:
             return False
         if self.status is not None:
-            return self.is_to_repeat or self.status in (408, 429) or self.status >= 500
+            is_failing = self.status >= 500 and self.status != 501  # not implemented
+            return self.is_to_repeat or self.status in (408, 429) or is_failing
         return self.is_connection and self.cause not in _FINAL
 
     @property
@@ -209,6 +227,8 @@ def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: f
     scheme = url.partition(":")[0]
     endpoint = endpoint_of(scheme)
     where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
+    if found.credentials:
+        return TransferError(_without_credentials(where, scheme, found, tries, spent_s))
     if found.status == 416:
         return OutOfRangeError(f"{where} is shorter than it should be: {found.said}")
     match found.code:
@@ -237,6 +257,10 @@ def write_failure(
     scheme = url.partition(":")[0]
     endpoint = endpoint_of(scheme)
     where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
+    if found.credentials:
+        made = WriteError(_without_credentials(where, scheme, found, tries, spent_s))
+        made.errno = errno.EACCES
+        return made
     match found.code:
         case "missing":
             bucket = "/".join(url.split("/")[:3])
@@ -251,6 +275,14 @@ def write_failure(
             made = WriteError(f"{where} cannot be {doing}: {found.said}{repeated}. {_check(scheme)}{longer}")
             made.errno = errno.EIO
     return made
+
+
+def _without_credentials(where: str, scheme: str, found: FailedTry, tries: int, spent_s: float) -> str:
+    repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
+    return (
+        f"Cannot get credentials for {where} from {found.credentials}: {found.said}{repeated}. Mend that source, or "
+        f"give others. {_ACCESS.get(scheme, _LOG_IN)}"
+    )
 
 
 _KEYS = {"s3": "AWS_ACCESS_KEY_ID"}

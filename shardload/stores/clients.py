@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.errors import MissingExtraError, ShardloadError, SourceError, UnsupportedError
 from shardload.stores.local import home
 
 _CERTIFICATES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 """Variables that name a file of certificates to trust, in addition to those of the system."""
+_GOOGLE_KEYS = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY")
+"""Variables that name the key of a service account of Google."""
 _REGION_S = 5.0
 """How long to wait for S3 to say in which region a bucket is."""
 _AWS_KEYS = (
@@ -145,8 +147,17 @@ def client(
             case "gs":
                 return GCSStore(bucket, **_gs(), **common)
         return HTTPStore(address.root + (f"?{address.query}" if address.query else ""), **common)
+    except ShardloadError:
+        raise
     except Exception as error:  # obstore's own kinds, and ValueError
         [said, *_] = str(error).splitlines() or [""]
+        named = next((name for name in _GOOGLE_KEYS if os.environ.get(name)), None)
+        if address.scheme == "gs" and named is not None:
+            said = said.removeprefix("Generic GCS error: ")
+            raise SourceError(
+                f"Cannot get credentials for {address.url} from the file that {named} names: {said}. Give the JSON "
+                "file of a service account, or run: gcloud auth application-default login"
+            ) from error
         raise SourceError(f"Cannot read from {address.url}: {said}. Check the address and the credentials") from error
 
 
@@ -210,7 +221,14 @@ def _profile() -> dict[str, Any]:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise MissingExtraError.explaining(error, needed_for=f"the AWS profile {name}", extra="s3") from error
-    return region | {"credential_provider": Boto3CredentialProvider(Session(profile_name=name))}
+    try:
+        return region | {"credential_provider": Boto3CredentialProvider(Session(profile_name=name))}
+    except Exception as error:  # of botocore, and of the system for a program that cannot be started
+        [said, *_] = str(error).splitlines() or [""]
+        raise SourceError(
+            f"Cannot get credentials for S3 from the AWS profile {name!r} in {config}: {said}. Mend the profile "
+            f"(try it: aws sts get-caller-identity --profile {name}), or set AWS_PROFILE to another one"
+        ) from error
 
 
 @functools.cache
@@ -230,10 +248,7 @@ def _region_of(bucket: str) -> str | None:
 def _gs() -> dict[str, Any]:
     endpoint = endpoint_of("gs")
     found: dict[str, Any] = {} if endpoint is None else {"base_url": endpoint}
-    has_key = any(
-        os.environ.get(name)
-        for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY")
-    )
+    has_key = any(os.environ.get(name) for name in _GOOGLE_KEYS)
     if endpoint is not None and not has_key:
         # An emulator, which needs no signature. obstore omits it from reads only: with writes, it sends what it gets.
         found |= {"skip_signature": True, "credential_provider": _no_credentials}

@@ -284,7 +284,8 @@ class Requests:
                 raise
             except Exception as error:  # obstore's kinds, FileNotFoundError, ValueError
                 failed = FailedTry.of(error)
-                self.answered = self.answered or (failed.status is not None and not failed.is_passing)
+                is_answer = failed.status is not None and not failed.is_passing and not failed.credentials
+                self.answered = self.answered or is_answer
                 if failed.code == "missing":
                     return None
                 # A direct address is valid for an hour or so: ask for a new one, once.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -265,3 +266,11 @@ def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monk
     monkeypatch.setattr(sys, "stdin", lines())
     watchdog.watch(str(tmp_path), 0, 9, "host")
     assert why in watchdog.written_since(str(tmp_path), 0)[-1]["cause"]
+
+
+def test_a_complete_step_is_said_and_logged(tmp_path, caplog, capsys):
+    with caplog.at_level("INFO", logger="shardload"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, verbose=1))
+    line = rf"Step \d+ is complete: [\d.]+ \w+ in \d+\.\d s, {tmp_path}/\d+"
+    assert any(re.fullmatch(line, record.getMessage()) for record in caplog.records)
+    assert re.search(line, capsys.readouterr().out)

@@ -10,6 +10,7 @@ from cli_fakes import COMMAND, environment, run
 from shardload import resolve
 from shardload.cli import main
 from shardload.loaders import registry
+from shardload.stores.range_files import CachedObject, CacheFolder
 
 
 @pytest.fixture
@@ -110,3 +111,10 @@ def test_installing_writes_into_the_home_it_was_given(tmp_path):
     done = run((*COMMAND, "--install-completion", "bash"), HOME=str(tmp_path))
     assert done.code == 0 and "completion installed in" in done.stdout
     assert (tmp_path / ".bashrc").read_text()
+
+
+def test_addresses_in_the_cache_are_completed(complete, tmp_path):
+    folder = CacheFolder(tmp_path)
+    folder.write(CachedObject("s3://bucket/a.safetensors", "etag a", 4), 0, memoryview(b"data"))
+    assert complete(f"shardload cache clear --cache {tmp_path} ") == ["s3://bucket/a.safetensors"]
+    assert complete(f"shardload cache clear --cache {tmp_path}/none ") == []

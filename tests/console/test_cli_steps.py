@@ -46,7 +46,8 @@ def test_steps_are_listed_with_the_best(root):
 
 def test_a_step_or_another_folder_says_what_it_is(root, tmp_path):
     assert f"It looks like a step itself: give its folder {root} and step=3" in run("steps", root / "3").stdout
-    assert run("steps", tmp_path).stdout == f"{tmp_path} contains no steps: they are folders named 0, 1, 2, …\n"
+    said = f"{tmp_path} contains no steps yet: each will be a folder in it, named by its number\n"
+    assert run("steps", tmp_path).stdout == said
 
 
 def test_no_such_folder_is_one_paragraph(tmp_path):

@@ -1,10 +1,12 @@
 """Clients of remote stores: what they take from the environment."""
 
+import errno
 import sys
 
 import pytest
 
-from shardload.errors import SourceError, UnsupportedError
+from shardload.errors import SourceError, TransferError, UnsupportedError
+from shardload.stores.answers import FailedTry, failure, write_failure
 from shardload.stores.clients import Address, client
 
 
@@ -51,6 +53,60 @@ def test_a_profile_that_does_not_exist_is_an_error(monkeypatch):
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with pytest.raises(SourceError, match=r"There is no profile 'nobody' in .*Check AWS_PROFILE"):
         made("s3://bucket/a")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [("/nonexistent/login", "No such file"), ("/bin/false", "custom-process")]
+)
+def test_a_profile_whose_program_fails_is_named(bare, monkeypatch, program, said):
+    (bare / "config").write_text(f"[default]\ncredential_process = {program}\n")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    source = (
+        rf"Cannot get credentials for S3 from the AWS profile 'default' in {bare}/config: .*{said}.*Mend the profile"
+    )
+    with pytest.raises(SourceError, match=source):
+        made("s3://bucket/a")
+
+
+def test_a_bad_key_of_a_service_account_is_named(bare, monkeypatch):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(bare / "key.json"))
+    for content in (None, "no JSON"):
+        if content is not None:
+            (bare / "key.json").write_text(content)
+        with pytest.raises(SourceError, match="from the file that GOOGLE_APPLICATION_CREDENTIALS names: Unable to"):
+            made("gs://bucket/a")
+
+
+METADATA = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2ms - "
+CONNECTION = 'HTTP error: error sending request\n\nDebug source:\nreqwest::Error { message: "Connection refused" }'
+REFUSED = "Server returned non-2xx status code: 403 Forbidden: no"
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "is_passing"),
+    [
+        (METADATA + CONNECTION, "this machine's metadata", True),
+        (METADATA + REFUSED, "this machine's metadata", False),
+        ("Error performing GET http://metadata.google.internal/computeMetadata/v1/instance/x in 1ms - " + REFUSED,
+         "this machine's metadata server", False),
+        ("Generic S3 error: Failed to read token file '/t': No such file", "the token that AWS_WEB_IDENTITY", False),
+        ("Error performing GET http://127.0.0.1:9/bucket/a in 2ms - " + REFUSED, "", False),
+    ],
+)  # fmt: skip
+def test_a_source_of_credentials_that_fails_is_not_the_store(text, source, is_passing):
+    failed = FailedTry.of(OSError(text))
+    assert failed.credentials.startswith(source) and bool(failed.credentials) == bool(source)
+    assert failed.is_passing == is_passing
+    if source:
+        begin = rf"^Cannot get credentials for s3://bucket/a from {source}.*: .*AWS_PROFILE"
+        with pytest.raises(TransferError, match=begin):
+            raise failure("s3://bucket", "a", failed)
+        assert write_failure("s3://bucket", "a", failed, doing="written").errno == errno.EACCES
+
+
+@pytest.mark.parametrize(("status", "is_passing"), [(500, True), (501, False), (503, True)])
+def test_what_a_server_cannot_do_is_not_repeated(status, is_passing):
+    assert FailedTry.of(OSError(f"Server returned non-2xx status code: {status} x: ")).is_passing == is_passing
 
 
 def test_an_endpoint_of_another_store_is_used(monkeypatch):
