@@ -17,7 +17,8 @@ PART ?= 1/1
 STAND_INS := shardload/accelerating shardload/keras_bridge shardload/loaders shardload/runs
 CASES ?= 20000
 MODELS ?= 500
-LOADS ?= 1000
+LOADS ?= 600
+SAVES ?= 400
 FOLDERS := .cache/transformers-cross
 LIBRARIES := .cache/libraries
 WHEELS := .cache/wheels
@@ -68,8 +69,9 @@ kills: $(STAMP)  ## kill -9 a run that saves, fifty times
 	SHARDLOAD_KILLS=50 $(BIN)/python -m pytest tests/callbacks/test_resume_killed.py
 
 faults: export PYTHONPATH := tests:tests/support:tests/loading
-faults: $(STAMP)  ## LOADS loads (1,000) from a store that fails at random: exact, or an error with the cause; ten minutes
+faults: $(STAMP)  ## LOADS loads (600) from a store that fails at random: exact, or an error with the cause; SAVES (400) to one: complete or absent
 	$(BIN)/python -m fault_runs --n $(LOADS)
+	$(BIN)/python -m save_fault_runs --n $(SAVES)
 
 models: $(STAMP)  ## random models of Keras by every writer, read by Keras and by us: MODELS of them (500)
 	SHARDLOAD_MODELS=$(MODELS) $(BIN)/python -m pytest tests/converting/test_random_models.py
