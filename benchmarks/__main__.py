@@ -43,7 +43,8 @@ REMOTE = (
     ("stores", "cache", "--gb", "0.5", "--mb-s", "300", "--latency-ms", "20"),
     ("stores", "cache", "--gb", "0.5", "--mb-s", "300", "--latency-ms", "20", "--cold", "--pairs", "5"),
     ("store_memory",),
-    ("replicas", "--rounds", "1"),
+    ("replicas", "--rounds", "1", "--shapes", "2x4:1x8", "4x2:2x4", "8x1:1x8"),
+    ("replicas", "--rounds", "1", "--shapes", "2x4:2x4", "4x2:2x4", "8x1:2x4", "--from", "s3", "--mb-s", "100"),
     *(("ready", "--call", call, "--pairs", "2") for call in ("generate", "predict", "train")),
 )
 PACKAGES = ("jax", "jaxlib", "keras", "keras-hub", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "h5py")

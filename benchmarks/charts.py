@@ -86,9 +86,11 @@ def cluster(found: dict[str, Any]) -> str:
     """Bytes that processes read together, over the bytes of the checkpoint, both ways."""
     rows = []
     for one in found["replicas"]:
+        if one["store"] == "disk":
+            continue
         for way, words in (("read", "each reads what it needs"), ("broadcast", "each byte is read once")):
-            ratio = one[way]["read_ratio"]
-            rows.append(Row(f"{one['shape']}, {words}", [ratio], f"{ratio:.3f}"))
+            ratio, wall_s = one[way]["sent_ratio"], one[way]["wall_s"]
+            rows.append(Row(f"{one['shape']}, {words}", [ratio], f"{ratio:.3f}  ({wall_s:.1f} s)"))
     return chart("Bytes from storage over bytes of the checkpoint", rows, line=(1.0, "each byte once"))
 
 

@@ -8,9 +8,10 @@ Bytes are those of `/proc/self/io`, which counts what a process reads from files
 this machine's cores and page cache: seconds say little about many hosts with one store; bytes do.
 
 With ``--from s3``, sources are paths of files or folders that a server on loopback serves as an object store. Bytes are
-those that it has sent to all processes together: headers and comparisons included.
+those that it has sent to all processes together: headers and comparisons included. With ``--mb-s``, it sends no more
+than that to all of them, as a store or a network that many hosts share.
 
-    python -m benchmarks.replicas [SOURCE ...] [--shapes 2x4:1x8 …] [--from s3] [--rounds 3] [--json]
+    python -m benchmarks.replicas [SOURCE ...] [--shapes 2x4:1x8 …] [--from s3 [--mb-s 200]] [--rounds 3] [--json]
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.folders import gemma3_with_text
 from benchmarks.store_server import StoreServer
 
 SHAPES = ("2x4:1x8", "2x4:2x4", "4x2:1x8", "4x2:2x4", "8x1:1x8", "8x1:2x4", "8x1:8x1")
@@ -131,6 +133,7 @@ def _medians(told: list[list[dict[str, Any]]]) -> dict[str, Any]:
             "cpu_s": statistics.median(sum(one["cpu_s"] for one in each) for each in later),
         }
     found["needed_bytes"] = rounds[0][0]["needed"]
+    found["times_faster"] = found["read"]["wall_s"] / found["broadcast"]["wall_s"]
     found["saved"] = found["read"]["read_ratio"] / found["broadcast"]["read_ratio"]
     return found
 
@@ -153,18 +156,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--from", dest="store", choices=["disk", "s3"], default="disk")
+    parser.add_argument("--mb-s", type=float, default=0.0, help="what the store sends at most; 0 for no limit")
     given = parser.parse_args()
-    for source in given.sources:
-        path = Path(source).resolve()
-        with StoreServer(path.parent) if given.store == "s3" else nullcontext() as server:
-            env = {} if server is None else {**server.environment, _COUNTER: server.root}
-            for shape in given.shapes:
-                found = run(source if server is None else f"s3://bucket/{path.name}", shape, given.rounds, env)
-                show(found | {"store": given.store}, shape, given.json)
+    with tempfile.TemporaryDirectory() as made:
+        for source in given.sources:
+            if given.store == "disk":
+                measure(source, given, {})
+                continue
+            path = Path(source).resolve()
+            if not path.exists() and source == "gemma3_270m":
+                path = gemma3_with_text(Path(made) / "gemma3_270m")
+            with StoreServer(path.parent, given.mb_s * 1e6) as server:
+                measure(f"s3://bucket/{path.name}", given, {**server.environment, _COUNTER: server.root})
 
 
-def show(found: dict[str, Any], shape: str, as_json: bool) -> None:
-    """Print what was measured with one source and shape."""
+def measure(source: str, given: argparse.Namespace, env: dict[str, str]) -> None:
+    """Run all shapes with one source, and print what was found."""
+    for shape in given.shapes:
+        found = run(source, shape, given.rounds, env)
+        show(found | {"store": given.store, "shape": shape, "mb_s": given.mb_s}, given.json)
+
+
+def show(found: dict[str, Any], as_json: bool) -> None:
+    """Print what was measured with one source and shape, in words or as JSON."""
     if as_json:
         print(json.dumps(found), flush=True)
         return
@@ -174,7 +188,8 @@ def show(found: dict[str, Any], shape: str, as_json: bool) -> None:
         f"({found[way]['transfer_s']:.2f} s, first {found[way]['first_transfer_s']:.2f} s)"
         for way in WAYS
     )
-    print(f"{found['source']} {shape}: {ways}; {found['saved']:.2f} times less", flush=True)
+    gain = f"{found['saved']:.2f} times less, {found['times_faster']:.2f} times faster"
+    print(f"{found['source']} {found['shape']}: {ways}; {gain}", flush=True)
 
 
 if __name__ == "__main__":

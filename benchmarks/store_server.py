@@ -152,11 +152,14 @@ def _listing(folder: Path, prefix: str) -> str:
 
 
 class StoreServer:
-    """The server in a process of its own, which is the bucket ``s3://bucket`` for processes with its `environment`."""
+    """The server in a process of its own, which is the bucket ``s3://bucket`` for processes with its `environment`.
 
-    def __init__(self, folder: Path) -> None:
+    It sends at most ``bytes_per_s`` to all of them together; 0 is no limit.
+    """
+
+    def __init__(self, folder: Path, bytes_per_s: float = 0) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.store_server", str(folder), "0", "0", "0", "0"],
+            [sys.executable, "-m", "benchmarks.store_server", str(folder), "0", str(bytes_per_s), "0", "0"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
