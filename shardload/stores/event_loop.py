@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import functools
 import gc
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shardload.errors import TransferError, UnsupportedError
@@ -101,12 +105,57 @@ class _Loop:
 
         self._asyncio = asyncio
         self._loop = asyncio.new_event_loop()
+        self._process = os.getpid()
         # A daemon: a process that ends does not wait for a server.
-        threading.Thread(target=self._loop.run_forever, name="event-loop-of-stores", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="event-loop-of-stores", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     def submit(self, request: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         """Start a request."""
         return self._asyncio.run_coroutine_threadsafe(request, self._loop)
+
+    def _end(self) -> None:
+        """Cancel what is pending and end the thread, and wait until those of the client are idle.
+
+        Up to Python 3.13, a thread that needs the interpreter after it has ended is unwound. In Rust, that aborts the
+        process, after all its work, with exit code 134.
+        """
+        if os.getpid() != self._process:
+            return  # a forked process has no thread to end
+        _loop_of.cache_clear()  # a request of a later function at exit gets a new thread
+
+        def stop() -> None:
+            for task in self._asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.call_later(_CANCELLED_S, self._loop.stop)
+
+        self._loop.call_soon_threadsafe(stop)
+        self._thread.join(_END_S)
+        idle, end_s = 0, time.monotonic() + _END_S
+        while idle < _IDLE_LOOKS and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)  # lets threads go on that wait for the interpreter
+            idle = 0 if _is_client_busy() else idle + 1
+
+
+_CLIENT_THREADS = "(tokio-rt-worker)"
+_CANCELLED_S = 0.01
+_END_S = 2.0
+_LOOK_S, _IDLE_LOOKS = 0.005, 4
+
+
+def _is_client_busy() -> bool:
+    """Whether a thread of the client runs, or is ready to; only Linux says so."""
+    if sys.platform != "linux":
+        return False
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            told = (task / "stat").read_text()
+        except OSError:  # the thread has ended
+            continue
+        if _CLIENT_THREADS in told and told.rpartition(")")[2].split()[0] != "S":
+            return True
+    return False
 
 
 @functools.cache
