@@ -26,6 +26,7 @@ OF_OTHERS = {
     "processes/heartbeats.py": "the first line of an error of JAX",
     "processes/joint_call.py": "an error is not told twice",
     "processes/__init__.py": "JAX has one class for all errors of its service",
+    "processes/parcels.py": "JAX has one class for all errors of its service",
     "hub/building.py": "Keras wraps errors of constructors",
     "loaders/hdf5/datasets.py": "h5py raises OSError for everything",
     "resolve/hubs.py": "kagglehub raises one class for files that a model lacks",
