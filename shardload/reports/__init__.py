@@ -257,6 +257,8 @@ def _bar(value: float, most: float, block: str) -> Text:
 
 def _disk(report: Report) -> str:
     needed, read = report.bytes.needed, report.bytes.read
+    if getattr(report, "cluster", None) is not None:  # its own line compares them with what the mesh needs
+        return f"{format_bytes(read)} read"
     if read == needed:
         return f"{format_bytes(read)} read, each needed byte once"
     more = f" ({100 * (read - needed) / needed:+.1f} %)" if needed else ""

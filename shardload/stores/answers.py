@@ -63,6 +63,8 @@ _DENIED = re.compile("access ?denied", re.IGNORECASE)
 _PASSING = re.compile("<Code>(?:RequestTimeout|NoSuchUpload)</Code>")
 """Matches refusals with a status of the client's that a store means to pass: it did not get the whole body in time; or
 does not know an upload in parts, which it has completed, but its answer was lost, or which was removed meanwhile."""
+_EXPIRED = re.compile("<Code>(?:ExpiredToken|TokenRefreshRequired|InvalidToken)</Code>")
+"""Matches refusals of credentials that were valid once, with status 400 or 403."""
 _BAD_NAME = re.compile(r'Encountered object with invalid path: .*?Path "([^"]*)"', re.DOTALL)
 """Matches what obstore says of a list with a name that it cannot take apart, such as ``a//b`` or ``a/../b``."""
 _REQUEST_ID = re.compile(r"<RequestId>([^<]{1,100})</RequestId>")
@@ -122,8 +124,8 @@ class FailedTry:
     status: int | None = None
     """HTTP status; ``None`` if no answer came."""
     code: str = ""
-    """What obstore says of it: missing, forbidden, changed, no ranges, no length (of a page), bad name (of an object
-    in a list), no credentials (nor would another try get them); empty for all others."""
+    """What obstore says of it: missing, forbidden, expired (credentials), changed, no ranges, no length (of a page),
+    bad name (of an object in a list), no credentials; empty for all others."""
     cause: str = ""
     """Of a failed connection, the last cause that obstore names."""
     is_connection: bool = False
@@ -167,6 +169,7 @@ class FailedTry:
             code = "forbidden"
         elif name := _BAD_NAME.search(sentence):
             return cls(name[1], code="bad name")
+        code = "expired" if _EXPIRED.search(body) else code
         cause = next((match[1] for pattern in _CAUSES if (match := pattern.search(details))), "")
         if found:
             text = f"HTTP status {found[1]}{found[2]}"
@@ -219,7 +222,7 @@ def _words_of(body: str, *, besides: str) -> str:
     """Return what a server says in the body of a refusal, without what is in the status already."""
     message = _SAID.search(body)
     text = " ".join((message[1] if message else re.sub(r"<[^>]*>", " ", body)).split())
-    return " ".join(text.replace(besides, " ").split())[:CHARACTERS_SHOWN]
+    return " ".join(text.replace(besides, " ").split())[:CHARACTERS_SHOWN].rstrip(".")
 
 
 def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: float = 0.0) -> Exception:
@@ -236,6 +239,8 @@ def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: f
             return SourceNotFoundError(f"There is no {where}: {found.said}. Check the address")
         case "forbidden":
             return ForbiddenError(f"{where} may not be read: {found.said}. {_access(scheme)}")
+        case "expired":
+            return ForbiddenError(f"{where} may not be read: {found.said}. {_RENEW}")
         case "changed":
             return changed(where)
         case "bad name":
@@ -269,6 +274,9 @@ def write_failure(
         case "forbidden":
             made = WriteError(f"{where} may not be {doing}: {found.said}. {_access(scheme, to_write=True)}")
             made.errno = errno.EACCES
+        case "expired":
+            made = WriteError(f"{where} may not be {doing}: {found.said}. {_RENEW}")
+            made.errno = errno.EACCES
         case _:
             repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
             longer = f"; {TIMEOUT_VARIABLE}=SECONDS waits longer" if found.is_passing else ""
@@ -285,6 +293,10 @@ def _without_credentials(where: str, scheme: str, found: FailedTry, tries: int, 
     )
 
 
+_RENEW = (
+    "The credentials have expired: log in again, or set new ones; a role of the machine, or an AWS_PROFILE with one, "
+    "renews them by itself"
+)
 _KEYS = {"s3": "AWS_ACCESS_KEY_ID"}
 """Scheme → variable of the environment that has the name of a key, which would be sent."""
 

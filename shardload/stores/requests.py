@@ -289,7 +289,7 @@ class Requests:
                 if failed.code == "missing":
                     return None
                 # A direct address is valid for an hour or so: ask for a new one, once.
-                if failed.code == "forbidden" and target[0] is not self._client and not renewed:
+                if failed.code in ("forbidden", "expired") and target[0] is not self._client and not renewed:
                     renewed = True
                     self._forget(name, target)
                     continue

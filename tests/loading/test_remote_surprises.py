@@ -1,5 +1,6 @@
 """Servers that are not quite what they seem: pages that are no lists, names that are no paths, drips, wrong ports."""
 
+import errno
 import itertools
 import json
 import socket
@@ -16,7 +17,7 @@ import shardload
 from shardload.errors import SourceNotFoundError, TransferError, UnsafeSourceError
 from shardload.resolve.opening import open_source
 from shardload.runs.listing import find_step, list_steps, steps_of_run
-from shardload.stores.answers import FailedTry, ForbiddenError
+from shardload.stores.answers import FailedTry, ForbiddenError, failure, write_failure
 from shardload.stores.requests import Requests
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 8,
@@ -78,6 +79,18 @@ def test_a_status_is_said_once():
     page = "<html><head><title>403 Forbidden</title></head><body><h1>403 Forbidden</h1><hr>nginx</body></html>"
     found = FailedTry.of(OSError(f"Server returned non-2xx status code: 403 Forbidden: {page}"))
     assert (found.said, found.code) == ("HTTP status 403 Forbidden: nginx", "forbidden")
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "TokenRefreshRequired")])
+def test_expired_credentials_are_to_be_renewed(status, code):
+    page = f"<Error><Code>{code}</Code><Message>The provided token has expired.</Message></Error>"
+    found = FailedTry.of(OSError(f"Server returned error response: {status} Refused: {page}"))
+    assert (found.code, found.is_passing) == ("expired", False)
+    read = failure("s3://bucket", "a", found)
+    written = write_failure("s3://bucket", "a", found, doing="written")
+    assert isinstance(read, ForbiddenError) and written.errno == errno.EACCES
+    for said in map(str, (read, written)):
+        assert "The provided token has expired. The credentials have expired: log in again" in said
 
 
 def test_a_scheme_may_have_capitals(store):
