@@ -76,10 +76,11 @@ FROM_S3 = [
 TO_S3 = [
     Case("save", stage, kind, victim, store="s3")
     for stage, kind, victim in [
-        ("upload", "kill", 0), ("upload", "stop", 1), ("record", "kill", 0), ("record", "stop", 0),
-        ("recorded", "kill", 0), ("recorded", "stop", 0),
+        ("upload", "kill", 0), ("record", "stop", 0), ("recorded", "kill", 0),
+        ("upload", "stop", 1), ("record", "kill", 0), ("recorded", "stop", 0),
     ]
 ]  # fmt: skip
+"""All of them take two minutes; the first half runs without ``--every-mesh``, too."""
 
 
 @pytest.mark.slow
@@ -94,10 +95,11 @@ def test_what_goes_wrong_on_one_that_reads_from_an_object_store(sources, monkeyp
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_on_one_that_saves_to_a_bucket(sources, tmp_path, monkeypatch):
+def test_what_goes_wrong_on_one_that_saves_to_a_bucket(request, sources, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_STAGING", str(tmp_path))
     with bucket(sources[0].parent, monkeypatch):
-        found = list(outcomes(TO_S3, sources, at_once=3))
+        cases = TO_S3 if request.config.getoption("--every-mesh") else TO_S3[:3]
+        found = list(outcomes(cases, sources, at_once=3))
     assert [(str(one.case), one.wrong) for one in found if one.wrong] == []
 
 
