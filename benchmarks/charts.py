@@ -43,6 +43,7 @@ def chart(title: str, rows: Sequence[Row], *, legend: Sequence[str] = (), line: 
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="8" y="20" font-size="14" font-weight="bold">{escape(title)}</text>',
     ]
+    numbers = []  # drawn last, above the line
     at = LABEL
     for name, colour in zip(legend, COLOURS, strict=False):
         made.append(f'<rect x="{at}" y="33" width="10" height="10" fill="{colour}"/>')
@@ -55,12 +56,13 @@ def chart(title: str, rows: Sequence[Row], *, legend: Sequence[str] = (), line: 
         for length, colour in zip(row.parts, COLOURS, strict=False):
             made.append(f'<rect x="{x:.1f}" y="{y}" width="{length * scale:.1f}" height="{BAR}" fill="{colour}"/>')
             x += length * scale
-        made.append(f'<text x="{x + 6:.1f}" y="{y + BAR - 3}">{escape(row.text)}</text>')
+        numbers.append(f'<rect x="{x + 4:.1f}" y="{y}" width="{7 * len(row.text)}" height="{BAR}" fill="white"/>')
+        numbers.append(f'<text x="{x + 6:.1f}" y="{y + BAR - 3}">{escape(row.text)}</text>')
     if line:
         x = LABEL + line[0] * scale
         made.append(f'<line x1="{x:.1f}" y1="{top - 6}" x2="{x:.1f}" y2="{height - 6}" stroke="#b03030"/>')
         made.append(f'<text x="{x:.1f}" y="42" text-anchor="middle" fill="#b03030">{escape(line[1])}</text>')
-    return "\n".join([*made, "</svg>"]) + "\n"
+    return "\n".join([*made, *numbers, "</svg>"]) + "\n"
 
 
 def addresses(found: dict[str, Any]) -> str:
