@@ -18,6 +18,15 @@ from typing import Any
 from shardload.errors import TransferError, UnsupportedError
 from shardload.stores.answers import OutOfRangeError
 
+_CLIENT_THREADS = "(tokio-rt-worker)"
+"""Name of the threads of obstore, as Linux shows it."""
+_CANCELLED_S = 0.01
+"""How long requests have to end after they were cancelled."""
+_END_S = 2.0
+"""How long the end of a process waits for this thread, and then for those of the client."""
+_LOOK_S, _IDLE_LOOKS = 0.005, 4
+"""The client is idle if none of its threads runs in so many looks in a row, with a pause before each."""
+
 
 class Fetch:
     """A pending request to a store: for bytes of an object, or for a list of names.
@@ -136,12 +145,6 @@ class _Loop:
         while idle < _IDLE_LOOKS and time.monotonic() < end_s:
             time.sleep(_LOOK_S)  # lets threads go on that wait for the interpreter
             idle = 0 if _is_client_busy() else idle + 1
-
-
-_CLIENT_THREADS = "(tokio-rt-worker)"
-_CANCELLED_S = 0.01
-_END_S = 2.0
-_LOOK_S, _IDLE_LOOKS = 0.005, 4
 
 
 def _is_client_busy() -> bool:

@@ -131,8 +131,8 @@ class NameList(Query):
     """A request for the names of objects: of all below a folder (``whole``), or of what is directly in it.
 
     obstore takes a web page, such as one to log in to a proxy, for a list without names, or for the end of a list. So
-    where a list may have ended like this, an object is requested that does not exist: a store says so, while whatever
-    else answers sends its page. Then the names are requested again.
+    where a list may have ended like this, an object is requested that does not exist: a store answers that there is
+    none, and a proxy sends its page again. After the store's answer, the names are requested once more.
     """
 
     def __init__(self, store: Objects, folder: str, *, whole: bool, trusts_none: bool = False) -> None:

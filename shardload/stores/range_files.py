@@ -90,7 +90,7 @@ def address_folder(address: str, variant: str) -> str:
 
 
 class _KeptFolder:
-    """An object's open folder, which is closed when nobody reads there any more: opening it takes six system calls."""
+    """An object's open folder, kept open while files in it are read, as opening it takes six system calls."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
