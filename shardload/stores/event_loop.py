@@ -22,7 +22,7 @@ _CLIENT_THREADS = "(tokio-rt-worker)"
 """Name of the threads of obstore, as Linux shows it."""
 _CANCELLED_S = 0.01
 """How long requests have to end after they were cancelled."""
-_END_S = 2.0
+_END_S = 5.0
 """How long the end of a process waits for this thread, and then for those of the client."""
 _LOOK_S, _IDLE_LOOKS = 0.005, 4
 """The client is idle if none of its threads runs in so many looks in a row, with a pause before each."""

@@ -22,12 +22,13 @@ class Last:
 sys.modules["last"] = types.SimpleNamespace(last=Last())
 
 # A thread of the client that has told the loop, and then works on without Python's lock, as if it got no core.
-content, tell = bytes(1 << 28), asyncio.SelectorEventLoop._write_to_self
+content, tell = bytes(1 << 25), asyncio.SelectorEventLoop._write_to_self
 
 def tell_and_work(loop):
     tell(loop)
     if isinstance(threading.current_thread(), threading._DummyThread):
-        for _ in range(4):
+        end_s = time.monotonic() + 0.5
+        while time.monotonic() < end_s:
             hashlib.sha256(content)
 
 asyncio.SelectorEventLoop._write_to_self = tell_and_work
