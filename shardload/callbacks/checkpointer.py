@@ -37,7 +37,7 @@ from shardload.runs.contents import (
     restore_iterator,
 )
 from shardload.runs.listing import Which, steps_of_run
-from shardload.runs.saver import StepSaver, check_flags, save_topics
+from shardload.runs.saver import StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.stores.clients import Address, is_bucket
 from shardload.stores.local import expanded
@@ -162,9 +162,9 @@ class Checkpointer:
         metadata: Any,
         iterator: Any,
         checkpointables: Mapping[str, Any] | None = None,
-        call: Call | None = None,
+        function: str = "Checkpointer.save",
     ) -> None:
-        """Save as `save` does; in a joint ``call``, only what all processes agree about."""
+        """Save as `save` does; errors of several processes name ``function``."""
         model = plain_model(model)
         check_keras_model(model)
         step, epoch = _count("step", step), None if epoch is None else _count("epoch", epoch)
@@ -177,7 +177,7 @@ class Checkpointer:
         saver.writer.wait()
         # Not in the constructor: with mode="auto" the model's metrics say which direction is better.
         if not self._has_begun:
-            saver.begin()
+            saver.begin(function)
             steps = self.steps()
             for line in saver.compare(model, steps):
                 _log.info("%s", line)
@@ -199,7 +199,6 @@ class Checkpointer:
                 position={} if iterator is None else iterator_record(iterator),
                 checkpointables=checkpointables,
                 in_background=self._background,
-                agree=lambda job: None if call is None else call.require(save_topics(job)),
             )
         self._newest = step
 
@@ -348,7 +347,7 @@ def save(
                 epoch=epoch,
                 metadata=metadata,
                 iterator=iterator,
-                call=call,
+                function="save",
             )
         call.meet("the end")
     name = str(_count("step", step))

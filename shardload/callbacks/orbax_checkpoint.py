@@ -219,7 +219,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Prepare the folder, find the step to resume from, if any, and make ``fit`` continue after it."""
         self._preempted = False
         self._saver.writer.settle()
-        self._saver.begin()
+        shared = {"save_freq": self.save_freq, "save_best_only": self.save_best_only, "resume": self.resume}
+        self._saver.begin("OrbaxCheckpoint", **shared, initial_epoch=self.initial_epoch)
         model = self.model
         if self._saver.retention.best:
             self._saver.monitor.require_direction(model)

@@ -22,7 +22,7 @@ Facts = dict[str, str]
 
 
 class Meetings(Protocol):
-    """What `require` needs of a `JointCall`: the methods by which processes exchange results."""
+    """What `require` needs of a `JointCall` or `Exchanges`: the methods by which processes exchange results."""
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
         """Run ``do`` on every process and return all results; see `JointCall.together`."""
@@ -31,6 +31,21 @@ class Meetings(Protocol):
     def first(self, do: Callable[[], _T], what: str) -> _T:
         """Run ``do`` on process 0 only, and return its result on every process; see `JointCall.first`."""
         ...
+
+
+class Exchanges:
+    """The exchanges of a channel as `Meetings`, for calls that are not joint calls, such as saves in the background."""
+
+    def __init__(self, channel: processes.Channel) -> None:
+        self._channel = channel
+
+    def together(self, do: Callable[[], _T], what: str) -> list[_T]:
+        """Run ``do`` on every process and return all results."""
+        return self._channel.together(do)
+
+    def first(self, do: Callable[[], _T], what: str) -> _T:
+        """Run ``do`` on process 0 only, and return its result on every process."""
+        return self._channel.first(do)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +70,19 @@ def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
     ]
 
 
-def require(joint: Meetings, found: Sequence[Topic]) -> None:
-    """Compare the facts of these topics on all processes; if they differ, all processes raise the first difference."""
+def require(joint: Meetings, found: Sequence[Topic], *, beside: _T | None = None) -> list[_T]:
+    """Compare the facts of these topics on all processes; if they differ, all processes raise the first difference.
+
+    Return what each process gave as ``beside``, a JSON value that they exchange in the same meeting.
+    """
     facts = [topic.facts() for topic in found]
     # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
-    of_each = joint.together(lambda: [facts_digest(one) for one in facts], f"the comparison of {found[0].what}")
-    for topic, mine, digests in zip(found, facts, zip(*of_each, strict=True), strict=True):
+    mine: list[Any] = [beside, *map(facts_digest, facts)]
+    besides, *of_each = zip(*joint.together(lambda: mine, f"the comparison of {found[0].what}"), strict=True)
+    for topic, own, digests in zip(found, facts, of_each, strict=True):
         if len(set(digests)) > 1:
-            _raise_difference(joint, topic, mine)
+            _raise_difference(joint, topic, own)
+    return list(besides)
 
 
 def _raise_difference(joint: Meetings, topic: Topic, mine: Facts) -> NoReturn:

@@ -40,7 +40,8 @@ RETURN_S = 1.0
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"
-_LEFT = "left"
+_LEFT, _ENDING = "left", "ending"
+"""Last words of a process: it exits, through JAX's shutdown, or it ends at once."""
 
 
 class Heartbeat:
@@ -163,8 +164,9 @@ class Heartbeat:
         else:
             words = {} if (word := self._read(f"{_ALIVE}0")) is None else {0: word}
         for process, word in words.items():
-            if word.startswith(_LEFT):
+            if word.startswith((_LEFT, _ENDING)):
                 self._left.add(process)
+                self._abandoned = self._abandoned or word.startswith(_ENDING)
             # Compare words and this machine's clock: the clocks of other machines may differ.
             elif word != self._heard.get(process, ("", now))[0]:
                 self._heard[process] = (word, now)
@@ -242,13 +244,21 @@ class Heartbeat:
         if alone:
             self._let_go()
 
+    def say_ending(self) -> None:
+        """Tell the others that this process ends at once, so that those that wait for its messages go on."""
+        self._leaving.set()
+        # In another thread: if process 0 was lost, its answer may never come.
+        saying = threading.Thread(target=self._say, args=(_ENDING,), daemon=True)
+        saying.start()
+        saying.join(RETURN_S)
+
     def see_off(self) -> None:
         """On process 0, wait for live processes to exit first: JAX aborts processes that lose process 0's service."""
         # A process without a recent beat is dead or stopped: do not wait for it.
         expected = {process for process, (_, since) in self._heard.items() if time.monotonic() - since < LINGER_S}
         until = time.monotonic() + LINGER_S
         while time.monotonic() < until:
-            gone = {process for process, word in self._all_words().items() if word.startswith(_LEFT)}
+            gone = {process for process, word in self._all_words().items() if word.startswith((_LEFT, _ENDING))}
             if expected <= gone:
                 break
             time.sleep(0.1)

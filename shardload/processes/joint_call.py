@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 _LOST_S = 8.0
 """Seconds that this process may wait inside JAX, which nothing can interrupt, after another was lost; then it is
 ended."""
-_FAILED_S = 20.0
+_FAILED_S = 12.0
 """Seconds that this process may wait inside JAX, which nothing can interrupt, after another failed; then it is
 ended."""
 _LOOK_S = 0.2
@@ -276,6 +276,8 @@ class JointCall:
             sys.stdout.flush()
         with suppress(Exception):
             self._on_end()
+            # First, so that a process which waits for a message of this one goes on, and exits.
+            self._beat.say_ending()
             if processes.is_first():
                 self._beat.see_off()
         # Not sys.exit: in this thread it ends only the thread, and the other one never returns from JAX.

@@ -117,7 +117,7 @@ class Contents:
         self.weights_only, self._warn, self._selection = weights_only, warn, selection
         self._whole: StateTree | None = None
         self._state = StateTree(())
-        self._items: dict[str, Any] = {}
+        self._items: dict[str, Any] | None = None
         self._hooked: list[tuple[str, Any]] = []
         self._told: set[str] = set()
 
@@ -132,7 +132,7 @@ class Contents:
             self._whole = state_tree_of(model)
             self._hooked = with_own_hooks(model)
             self._state = self._selection.of(self._whole, model)
-            self._items = {} if self.weights_only else dict(self._descriptions(model))
+            self._items = None
         return self._state.weights_only() if self.weights_only else self._state
 
     def job(
@@ -164,6 +164,8 @@ class Contents:
         records = {"step.json": asdict(record), "structure.json": state.to_json() | self._values()}
         if position:
             records["iterator.json"] = dict(position)
+        if self._items is None:
+            self._items = {} if self.weights_only else dict(self._descriptions(model))
         items = {"pytree": _for_all_processes(state.tree), **self._items}
         if checkpointables is not None:
             items |= checked_items(checkpointables)

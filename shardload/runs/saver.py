@@ -19,9 +19,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from shardload import processes
 from shardload.errors import UsageError
 from shardload.processes import Channel
-from shardload.processes.agreement import Topic
+from shardload.processes.agreement import Exchanges, Topic, call_topics, require
 from shardload.runs.best import Best, Monitor, Retention, remover
 from shardload.runs.contents import Contents, Selection, checked_metadata, joined_positions, prepare_serialising
 from shardload.runs.publish import Root
@@ -60,6 +61,18 @@ class StepSaver:
         check_choice("compression", compression, ("none", "zstd"))
         check_choice("best_of", best_of, ("folder", "run"))
         self.compression, self.timeout_s = compression, timeout_s
+        self._arguments = {
+            "monitor": monitor.name,
+            "max_to_keep": retention.latest,
+            "keep_best": retention.best,
+            "keep_every_steps": retention.every_steps,
+            "keep_every_hours": retention.every_hours,
+            "save_trainable_only": selection.trainable_only,
+            "variables": selection.patterns,
+            "best_of": best_of,
+            "save_weights_only": weights_only,
+            "compression": compression,
+        }
         self.monitor, self.retention = monitor, retention
         self.best = Best(monitor, of=best_of, rule=rule if retention.best else None)
         self.contents = Contents(weights_only=weights_only, warn=warn, selection=selection)
@@ -68,8 +81,15 @@ class StepSaver:
         self.directory: Place = root.place
         self.writer = Writer(root)
 
-    def begin(self) -> None:
-        """Prepare the folder for a run: wait for saves to it in this process, and remove unfinished steps."""
+    def begin(self, function: str, **arguments: Any) -> None:
+        """Prepare the folder for a run: wait for saves to it in this process, and remove unfinished steps.
+
+        Several processes first compare the arguments of the saver, and ``arguments``, those of ``function`` that must
+        be equal on all of them as well.
+        """
+        if processes.are_several():
+            together = Exchanges(self.writer.channel)
+            require(together, call_topics(function, {"directory": str(self.directory), **self._arguments, **arguments}))
         self.writer.begin()
         prepare_serialising()
 
@@ -94,53 +114,73 @@ class StepSaver:
         in_background: bool,
         remove_later: bool = False,
         then: Callable[[int, Any], None] | None = None,
-        agree: Callable[[SaveJob], None] = lambda job: None,
     ) -> None:
         """Wait for the last save, then save a step. When this returns, training may change the arrays.
 
         ``record`` has the step's number, epoch and metrics. ``position`` is the position in the data on this process,
         empty if there is none. With ``remove_later``, the next save does not wait until old steps are removed.
-        ``then`` is called with the step's number and folder after publishing; ``agree``, with all that the step will
-        contain before anything is written, so that processes can compare it.
+        ``then`` is called with the step's number and folder after publishing. Several processes compare the step's
+        number and content before anything is written.
         """
         self.writer.wait()
-        assert record.step is not None
+        step = record.step
+        assert step is not None
         if record.ranks and self.best.comparison.mode is not None:
             self.monitor.note(record.logs.get(self.monitor.name), model)
-        given = checked_metadata(metadata(record.step, record.logs) if callable(metadata) else metadata)
+        given = checked_metadata(metadata(step, record.logs) if callable(metadata) else metadata)
         record = replace(record, keep_best=self.retention.best, metadata=given, **self.best.record())
         remove = remover(self.retention, self.writer.root, by=self.best.comparison)
         after = (self.writer.later(remove) if remove_later else remove, *((then,) if then else ()))
+        positions, together = [position], Exchanges(self.writer.channel)
+        if processes.are_several():
+            topics = _state_topics(step, self.contents.described_state(model).tree)
+            # All processes exchange positions, also those without one: an exchange needs every process.
+            positions = require(together, topics, beside=position)
         job = self.contents.job(
             model,
             record,
-            # All processes exchange positions, also those without one: an exchange needs every process.
-            position=joined_positions(self.writer.channel.together(lambda: position)),
+            position=joined_positions(positions),
             checkpointables=checkpointables,
             compression=self.compression,
             timeout_s=self.timeout_s,
             after=after,
         )
-        agree(job)
+        if processes.are_several():
+            require(together, _item_topics(job))
         self.writer.start(job)
         if not in_background:
             self.writer.wait()
 
 
-def save_topics(job: SaveJob) -> list[Topic]:
-    """Return what must be equal on all processes before they write a step together, in the order to compare."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(job.items["pytree"])
+_SAME = "the same on every process"
+
+
+def _state_topics(step: int, tree: Any) -> list[Topic]:
+    """Return what must be equal on all processes before they collect what a step contains, in the order to compare."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     arrays = {f"Array {'/'.join(str(key.key) for key in path)!r}": leaf for path, leaf in leaves}
-    same = "the same on every process"
     return [
-        Topic("the items of the step", lambda: dict.fromkeys(sorted(job.items), "saved"), f"Save {same}"),
-        Topic(
-            "the model",
-            lambda: {name: f"{value.dtype} {tuple(value.shape)}" for name, value in arrays.items()},
-            f"Build {same}",
-        ),
-        Topic("the layouts", lambda: {name: _layout(value) for name, value in arrays.items()}, f"Use {same}"),
+        Topic("the step", lambda: {"Number": str(step)}, f"Save {_SAME}"),
+        Topic("the model", lambda: {name: _kind(value) for name, value in arrays.items()}, f"Build {_SAME}"),
+        Topic("the layouts", lambda: {name: _layout(value) for name, value in arrays.items()}, f"Use {_SAME}"),
     ]
+
+
+def _item_topics(job: SaveJob) -> list[Topic]:
+    """Return what must be equal on all processes before they write a step together: its items, besides the state."""
+
+    def facts() -> dict[str, str]:
+        found = dict.fromkeys(sorted(job.items), "saved")
+        for name in found.keys() - {"pytree"}:
+            leaves, _ = jax.tree_util.tree_flatten_with_path(job.items[name])
+            found |= {f"Array {name + jax.tree_util.keystr(path)!r}": _kind(leaf) for path, leaf in leaves}
+        return dict(sorted(found.items()))
+
+    return [Topic("the items of the step", facts, f"Save {_SAME}")]
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
 
 
 def _layout(value: Any) -> str:

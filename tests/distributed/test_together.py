@@ -18,7 +18,7 @@ from object_server import ObjectServer, served
 from process_runs import Run, told_by
 from progress_calls import Counted
 from safetensors.numpy import save_file
-from together_runs import Case, make_sources, outcomes
+from together_runs import DISAGREEMENTS, Case, make_sources, outcomes
 
 import shardload
 from shardload import processes as job_processes
@@ -49,8 +49,11 @@ SHARE = [
     Case("load", "script", "raise", 1), Case("load", "before", "content", 1), Case("restore", "before", "mesh", 1),
     Case("load_arrays", "headers", "kill", 1), Case("load_arrays", "transfer", "stop", 1),
     Case("load_arrays", "end", "raise", 0), Case("load_arrays", "before", "mesh", 1),
+    Case("load", "exchange", "raise", 1), Case("load_arrays", "exchange", "kill", 1),
+    Case("restore", "exchange", "stop", 1),
     Case("save", "write", "stop", 1), Case("save", "publish", "kill", 1), Case("save", "write", "raise", 0),
     Case("save", "publish", "raise", 1), Case("save", "before", "step", 1), Case("save", "before", "model", 1),
+    *(Case(call, "before", kind) for call in ("checkpointer", "fit") for kind in DISAGREEMENTS[call]),
 ]  # fmt: skip
 """Of `together_runs.all_cases`, each stage, kind and call at least once; the quick ones run while the others wait."""
 
@@ -71,7 +74,8 @@ FROM_S3 = [
     Case("load_arrays", "transfer", "stop", 3, 4, store="s3"), Case("load", "transfer", "raise", 3, 4, store="s3"),
     Case("load", "transfer", "stall", store="s3"), Case("load_arrays", "headers", "replaced", store="s3"),
     Case("load", "before", "content", 3, 4, store="s3"), Case("restore", "before", "mesh", store="s3"),
-    Case("restore", "headers", "stop", store="s3"),
+    Case("restore", "headers", "stop", store="s3"), Case("load_weights", "exchange", "kill", 0, store="s3"),
+    Case("restore", "exchange", "raise", store="s3"), Case("load_arrays", "end", "kill", store="s3"),
 ]  # fmt: skip
 TO_S3 = [
     Case("save", stage, kind, victim, store="s3")

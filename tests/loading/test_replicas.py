@@ -1,13 +1,10 @@
 """Several processes load together, and each byte leaves storage once: the others get it by exchange."""
 
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 from object_server import served
-from process_runs import Run, told, told_by
+from process_runs import told_by
 from replicas_child import saved, tensors
 from safetensors.numpy import save_file
 from together_child import save
@@ -84,28 +81,3 @@ def test_steps_and_weights_are_exchanged(tmp_path):
     assert [exchanged for exchanged, _ in ratios] == [0] * 4 + [16] * 4
     # Of steps and weights in turn. Bytes of steps are verified by the MiB, which is four of these kernels.
     assert min(ratio for _, ratio in ratios[:4]) > 1.9 and max(ratio for _, ratio in ratios[5::2]) < 1.05
-
-
-@pytest.mark.parametrize("store", ["disk", "s3"])
-def test_a_process_that_dies_in_an_exchange_ends_the_others_with_the_cause(source, bucket, store):
-    where = source if store == "disk" else f"{bucket.s3}/{source.name}"
-    with ThreadPoolExecutor(3) as pool:
-        found = dict(zip(CAUSES, pool.map(partial(end_of, where), CAUSES), strict=True))
-    for kind, (said, seconds) in found.items():
-        assert said.startswith(CAUSES[kind]) or f"shardload: {CAUSES[kind]}" in said, kind
-        assert seconds < 30, kind
-
-
-CAUSES = {"kill": "Process 1 (", "stop": "Process 1 (", "raise": "On process 1: CannotError: the disk caught fire"}
-
-
-def end_of(source, kind):
-    """What process 0 says last, and how many seconds after process 1 died, or raised, it ends."""
-    with Run(2, 4, "2x4", "die", source, kind, module="replicas_child") as run:
-        output = run.started[0].communicate(timeout=150)[0]
-        ended = time.time()
-        run.started[1].kill()
-        (wrong,) = [event["at"] for event in told(run.started[1].communicate(timeout=60)[0]) if "wrong" in event]
-    assert run.started[0].returncode, output
-    said = [event["error"] for event in told(output) if "error" in event]
-    return (said or [output])[0], ended - wrong

@@ -4,7 +4,6 @@ python -m replicas_child COUNT INDEX PORT DEVICES MESH DO FOLDER [REPLICAS]
 """
 
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -196,25 +195,13 @@ def remote(mesh, url, replicas):
     tell(wrong=wrong, needed=sum(value.nbytes for value in values.values()))
 
 
-def die(mesh, source, kind):
-    """Load together; process 1 is killed, stopped or raises when it comes to its first exchange."""
-    if jax.process_index() == 1:
-        exchange.exchanged = lambda *_: together_child.go_wrong(kind)
-    tell(pid=os.getpid())
-    try:
-        shardload.load(source, mesh=mesh, layout=LAYOUT, replicas="broadcast")
-    except Exception as error:
-        tell(error=str(error), kind=type(error).__name__)
-        raise
-
-
 def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", int(devices))
     if int(count) > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
-    calls = (transfer, load, arrays, restore, stored, remote, die)
+    calls = (transfer, load, arrays, restore, stored, remote)
     {call.__name__: call for call in calls}[do](mesh, folder, replicas)
 
 

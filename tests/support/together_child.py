@@ -4,7 +4,8 @@ python -m together_child COUNT INDEX PORT DEVICES MESH CALL SOURCE STAGE KIND VI
 
 The victim raises, is killed, stopped, sees OTHER instead of SOURCE, or is given another mesh, step or model: in its
 ``script``, which does not come to the call, or at a stage of its call. Of a load: ``before`` JAX starts, as ``headers``
-are read, in mid-``transfer``, or at the ``end`` as initial values are computed. Of a save: ``before`` the folder is
+are read, in mid-``transfer``, as it comes to an ``exchange`` of replicas, or at the ``end`` as initial values are
+computed. Of a save: ``before`` the folder is
 made, as it ``begin``s, as arrays are to ``write``, as the step is to ``publish``, or at the ``end``. Of a save to a
 bucket, of the second step: in mid-``upload``, before the ``record`` is written, or once it is ``recorded``.
 """
@@ -40,13 +41,15 @@ from shardload.runs.digests import Checker
 from shardload.runs.saver import StepSaver
 from shardload.stores.local import LocalStore
 from shardload.stores.uploads import Uploads
+from shardload.transfer import exchange
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
 WIDTH = 256
 CALLS = ("load", "load_weights", "restore", "load_arrays")
-STAGES = dict.fromkeys(CALLS, ("before", "headers", "transfer", "end"))
+STAGES = dict.fromkeys(CALLS, ("before", "headers", "transfer", "exchange", "end"))
 STAGES["save"] = ("before", "begin", "write", "publish", "end")
+WITH_REPLICAS = {"replicas": "broadcast", "layout": {".*/kernel": (None, "model")}}
 OTHER_MESH = {"2x4": "4x2", "4x2": "2x4", "1x8": "8x1", "1x2": "2x1"}
 
 
@@ -82,6 +85,8 @@ def at(call, stage, kind):
     if stage == "headers":  # of a source that was found; JAX runs by then
         preparing.prepare_load = first(preparing.prepare_load)
         arrays.plan_transfers = first(arrays.plan_transfers)
+    if stage == "exchange":
+        exchange.exchanged = first(exchange.exchanged)
     if stage == "end":
         if call != "save":
             abstraction.initialise = first(abstraction.initialise)
@@ -151,7 +156,7 @@ def save(folder, seed):
 
 
 def source_of(folder, call):
-    names = dict.fromkeys(("load", "local", "save"), "load.keras")
+    names = dict.fromkeys(("load", "local", "save", "checkpointer", "fit"), "load.keras")
     names |= dict.fromkeys(("load_weights", "load_arrays", "local_arrays"), "load_weights.weights.h5")
     return f"{folder}/{names.get(call, 'restore')}"
 
@@ -244,6 +249,30 @@ def save_step(source, *, folder, mesh, kind, progress):
     return made
 
 
+def save_in_a_loop(folder, kind):
+    """One of the processes wants to keep, or to save, something else."""
+    differs = jax.process_index()
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4 + (differs if kind == "model" else 0))])
+    kept = shardload.Checkpointer(folder, max_to_keep=1 + differs if kind == "keep" else None)
+    items = {"own": {"kept": np.arange(1 + differs)}} if kind == "item" else None
+    kept.save(1 + differs if kind == "step" else 1, made, checkpointables=items)
+    kept.wait()
+    return made
+
+
+def fit(folder, kind):
+    """One of the processes passes other arguments to its callback."""
+    differs = jax.process_index()
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    made.compile("sgd", "mse")
+    folder = f"{folder}-{differs}" if kind == "folder" else folder
+    saver = shardload.callbacks.OrbaxCheckpoint(
+        folder, save_freq=1 + differs if kind == "frequency" else 1, verbose=differs
+    )
+    made.fit(np.ones((8, 4)), np.ones((8, 4)), batch_size=4, verbose=0, callbacks=[saver])
+    return made
+
+
 def fail_once(made, folder):
     """One process fails before it opens the channel of its writer: in the next call, the two must meet all the same."""
     found = checkpointer.Monitor
@@ -259,6 +288,8 @@ def run(call, source, **options):
         return shardload.load(source, **options)
     if call == "save":
         return save_step(source, **options)
+    if call in ("checkpointer", "fit"):
+        return (fit if call == "fit" else save_in_a_loop)(options["folder"], options["kind"])
     if call == "load_arrays":
         return Arrays(shardload.load_arrays(source, by_columns, **options))
     with shardload.abstract():
@@ -268,6 +299,13 @@ def run(call, source, **options):
     else:
         shardload.restore(made, source, **options, items="weights", strict=False)
     return made
+
+
+def before_a_load(call, opened):
+    """Have the files counted that are opened for headers; process 0 has used JAX before."""
+    if call == "load" and not jax.distributed.global_state.process_id:
+        keras.layers.Dropout(0.1)  # starts JAX, which waits for the others, and takes a name that they use for another
+    count_opened(opened)
 
 
 def count_opened(found):
@@ -332,11 +370,9 @@ def main(*arguments):
         mesh = OTHER_MESH[mesh]
     if is_victim and stage == "script":
         go_wrong(kind)
-    if call == "load" and stage == "none" and not index:
-        keras.layers.Dropout(0.1)  # starts JAX, which waits for the others, and takes a name that they use for another
     opened = []
     if stage == "none":
-        count_opened(opened)
+        before_a_load(call, opened)
     progress = Burning(kind if is_victim and stage == "transfer" and kind in ("raise", "kill", "stop") else None)
     random.seed(index)
     before = random.getstate()
@@ -347,7 +383,9 @@ def main(*arguments):
         fall_back(source, sees_damage=is_victim, mesh=mesh)
         return
     options = {"mesh": mesh, "progress": progress}
-    if call == "save":
+    if stage == "exchange":
+        options |= WITH_REPLICAS if call != "load_arrays" else {"replicas": "broadcast"}
+    if call in ("save", "checkpointer", "fit"):
         options |= {"folder": f"{folder}/saved-{port}", "kind": kind}
     try:
         alone_in = {"local": alone, "local_arrays": local_arrays}.get(call)

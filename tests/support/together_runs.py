@@ -1,6 +1,6 @@
 """What goes wrong when several processes load together, and how that ends: a table of it, measured.
 
-python -m together_runs [--processes 2 4 8] [--at-once 2] [--only TEXT]
+python -m together_runs [--processes 2 4 8] [--at-once 2] [--only TEXT] [--from-s3]
 """
 
 import argparse
@@ -13,10 +13,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from object_server import BUCKET
+import pytest
+from object_server import BUCKET, served
 from process_runs import ROOT, Run, told
 from together_child import CALLS, STAGES
 
@@ -29,6 +31,13 @@ STARTING_S = 240.0
 """For the processes to import and meet, on a machine that does other things."""
 MESHES = {2: (4, "2x4"), 4: (2, "4x2"), 8: (1, "4x2")}
 """Number of processes → devices of each, and the mesh."""
+
+DISAGREEMENTS = {
+    "save": {"step": "arguments. step", "model": "model"},
+    "checkpointer": {"step": "step", "model": "model", "item": "items of the step", "keep": "arguments. max_to_keep"},
+    "fit": {"frequency": "arguments. save_freq", "folder": "arguments. directory"},
+}
+"""Of calls that save: what one process has of its own → what all say that they disagree about."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ class Case:
             return rf"(On process {self.victim}: .*)?cannot be read: it sent nothing for too long"
         if self.kind == "replaced":
             return "disagree about the source. The version of file 0|changed while it was read: another version"
-        if self.kind in ("step", "model"):
-            return f"disagree about the {'model' if self.kind == 'model' else 'arguments. step'}"
+        if self.kind in DISAGREEMENTS.get(self.call, ()):
+            return f"disagree about the {DISAGREEMENTS[self.call][self.kind]}"
         if self.kind in ("content", "mesh"):
             meshes = "meshes" if self.call == "load_arrays" else "mesh"  # a target may have its own
             return f"disagree about the {'source' if self.kind == 'content' else meshes}"
@@ -83,18 +92,21 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-def all_cases(processes):
+def all_cases(processes, store):
     victims = (0, 1) if processes == 2 else (0, processes - 1)
-    stages = [(call, stage) for call in STAGES for stage in STAGES[call]]
+    # Of saves to a bucket, tests have the stages.
+    stages = [(call, stage) for call in STAGES for stage in STAGES[call] if store == "disk" or call != "save"]
     for (call, stage), kind, victim in itertools.product(stages, ("raise", "kill", "stop"), victims):
         if processes == 2 or victim or kind != "raise":
-            yield Case(call, stage, kind, victim, processes)
-    yield Case("load", "import", "raise", victims[1], processes)
-    yield Case("load", "script", "raise", victims[1], processes)
+            yield Case(call, stage, kind, victim, processes, store)
     for call, kind in itertools.product(CALLS, ("content", "mesh")):
-        yield Case(call, "before", kind, victims[1], processes)
-    for kind in ("step", "model"):
-        yield Case("save", "before", kind, victims[1], processes)
+        yield Case(call, "before", kind, victims[1], processes, store)
+    if store == "disk":
+        yield Case("load", "import", "raise", victims[1], processes)
+        yield Case("load", "script", "raise", victims[1], processes)
+        for call, kinds in DISAGREEMENTS.items():
+            for kind in kinds:
+                yield Case(call, "before", kind, victims[1], processes)
 
 
 def make_sources(folder):
@@ -186,15 +198,19 @@ def main():
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--only", default="", help="rows whose title contains this")
+    parser.add_argument("--from-s3", action="store_true", help="read from a server of this machine that speaks S3")
     given = parser.parse_args()
-    cases = [case for n in given.processes for case in all_cases(n) if given.only in str(case)]
+    store = "s3" if given.from_s3 else "disk"
+    cases = [case for n in given.processes for case in all_cases(n, store) if given.only in str(case)]
     failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for found in outcomes(cases, make_sources(Path(folder)), at_once=given.at_once):
-            failed += bool(found.wrong)
-            case, said = found.case, found.said.splitlines()[0] if found.said else ""
-            row = (case.processes, case.call, case.stage, case.kind, case.victim, f"{found.seconds:.1f}", said)
-            print("| " + " | ".join(map(str, row)) + " |", *found.wrong, sep="\n    ", flush=True)  # noqa: T201
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        sources = make_sources(Path(folder))
+        with served(Path(folder), patch) if given.from_s3 else nullcontext():
+            for found in outcomes(cases, sources, at_once=given.at_once):
+                failed += bool(found.wrong)
+                case, said = found.case, found.said.splitlines()[0] if found.said else ""
+                row = (case.processes, case.call, case.stage, case.kind, case.victim, f"{found.seconds:.1f}", said)
+                print("| " + " | ".join(map(str, row)) + " |", *found.wrong, sep="\n    ", flush=True)  # noqa: T201
     print(json.dumps({"rows": len(cases), "failed": failed}))  # noqa: T201
     return 1 if failed else 0
 
