@@ -157,7 +157,7 @@ def _attribute_optimizers(model: Model) -> list[Any]:
     found: dict[int, Any] = {}
     without, skipped = set(_LEAF_TYPE_IDS), bookkeeping_attributes()
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        attributes = [one for name, one in vars(layer).items() if name not in skipped]
+        attributes = [one for name, one in vars(layer).items() if id(type(one)) not in without and name not in skipped]
         for optimizer in _optimizers_in(attributes, without):
             found[id(optimizer)] = optimizer
     own = optimizers_in(getattr(model, "optimizer", None))

@@ -39,7 +39,7 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
-    known = roles(model, by_user=mode != "replicated")
+    known = roles(model, variables, by_user=mode != "replicated")
     if rule_set is None:
         fixed = {} if mode == "auto" else _replicate(variables, mesh, rule=mode)
     else:
@@ -58,7 +58,8 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
 
 def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
     """Return the layouts that a Keras distribution gives to variables; optimizer slots get those of their weights."""
-    variables, known = model_variables.all_variables(model), roles(model, by_user=False)
+    variables = model_variables.all_variables(model)
+    known = roles(model, variables, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, roles=known)
     placed = decide_layouts(variables, known, mesh, fixed=fixed)
     placed = with_spread_slots(model, placed, distribution.batch_dim_name)

@@ -44,7 +44,8 @@ def _children(layer: Any) -> list[Any]:
     for name, attribute in list(vars(layer).items()):
         if name in skipped:
             continue
-        for held in members_of(attribute) if isinstance(attribute, list | tuple | set | dict) else (attribute,):
+        # A tuple of types: to make a union takes as long as the rest of the loop.
+        for held in members_of(attribute) if isinstance(attribute, (list, tuple, set, dict)) else (attribute,):
             if isinstance(held, keras.Layer) and held is not layer:
                 found[id(held)] = held
     return list(found.values())

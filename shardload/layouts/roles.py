@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,11 @@ from shardload.layouts.role_layouts import MATRICES, Dim, Follows, LayoutRole, W
 from shardload.layouts.rules import roles_by_layer_rules
 
 
-def roles(model: Any, *, by_user: bool = True) -> dict[int, LayoutRole]:
+def roles(model: Any, variables: Mapping[int, Any] | None = None, *, by_user: bool = True) -> dict[int, LayoutRole]:
     """Return how to split each variable of ``model`` best (its role), by ``id(variable)``; also slots and metrics.
 
-    The variables may have no values. ``by_user`` applies the layout rules that users registered.
+    The variables may have no values. ``variables`` are all of the model's, by id, if the caller has found them already.
+    ``by_user`` applies the layout rules that users registered.
     """
     every = list(model_variables.nested_layers(model))
     own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
@@ -61,7 +62,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, LayoutRole]:
     for layer, _ in every:
         by_id |= roles_by_graph(layer, pairable, by_id, by_rule)
     # Everything else, such as metrics and weights of unknown layers, goes by shape.
-    for variable in model_variables.all_variables(model).values():
+    for variable in (model_variables.all_variables(model) if variables is None else variables).values():
         by_id.setdefault(id(variable), by_shape(variable))
     # Last, and overwriting: to the shape rule above, a slot is a variable like any other.
     for slot, variable in slots_of(model):

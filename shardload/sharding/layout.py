@@ -23,7 +23,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import lt, sub
+from operator import add, lt, sub
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,24 @@ class Layout:
         """Return the box of a tensor that each mesh position stores, in row-major order; raise if shards are uneven."""
         return _bounds(self, tuple(shape))
 
+    def bounds_at(self, shape: tuple[int, ...], positions: Sequence[int]) -> tuple[Bounds, ...]:
+        """Return the boxes that these mesh positions store, like `bounds`; equal boxes are one object."""
+        shard = self.shard_shape(shape)
+        # Axis → its index at each position.
+        indices = np.unravel_index(np.asarray(positions, np.int64), self.mesh.sizes)
+        where = dict(zip(self.mesh.axes, indices, strict=True))
+        starts = []  # per dim, of every position
+        for axes, length in zip(self.spec, shard, strict=True):
+            index = np.zeros(len(positions), np.int64)
+            for axis in axes:
+                # Several axes of one dim count like digits, the first the most significant, as in a PartitionSpec.
+                index = index * self.mesh.axis_size(axis) + where[axis]
+            starts.append((index * length).tolist())
+        every = list(zip(*starts, strict=True)) if starts else [()] * len(positions)
+        # All shards have one shape, so their starts tell them apart. A mesh of thousands of devices has few.
+        made = {start: Bounds(start, tuple(map(add, start, shard))) for start in set(every)}
+        return tuple(map(made.__getitem__, every))
+
     def __str__(self) -> str:
         return "(" + ", ".join("+".join(axes) or "-" for axes in self.spec) + ")"
 
@@ -168,21 +186,7 @@ def _shard_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
     # Cached: requested several times per variable, while a model has few different shapes.
-    # Positions with the same box share one object, of which a mesh of thousands of devices has few.
-    shard, mesh = layout.shard_shape(shape), layout.mesh
-    # Axis → its index at each mesh position, row-major.
-    where = dict(zip(mesh.axes, np.indices(mesh.sizes).reshape(len(mesh.axes), mesh.size), strict=True))
-    starts = []  # per dim, of every position
-    for axes, length in zip(layout.spec, shard, strict=True):
-        index = np.zeros(mesh.size, np.int64)
-        for axis in axes:
-            # Several axes of one dim count like digits, the first the most significant, as in a PartitionSpec.
-            index = index * mesh.axis_size(axis) + where[axis]
-        starts.append((index * length).tolist())
-    every = list(zip(*starts, strict=True)) if starts else [()] * mesh.size
-    # All shards have one shape, so their starts tell them apart.
-    made = {start: Bounds(start, tuple(a + n for a, n in zip(start, shard, strict=True))) for start in set(every)}
-    return tuple(map(made.__getitem__, every))
+    return layout.bounds_at(shape, range(layout.mesh.size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,9 +137,8 @@ class Block:
 @functools.lru_cache(maxsize=1024)
 def local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
     """Return the boxes of a variable that the devices at these mesh positions store, without duplicates."""
-    # Equal boxes are one object (`Layout.bounds`): ids are enough, and fast on meshes of thousands of devices.
-    everywhere = layout.bounds(shape)
-    return tuple({id(box): box for box in map(everywhere.__getitem__, positions)}.values())
+    # Equal boxes are one object: ids are enough, and fast on meshes of thousands of devices.
+    return tuple({id(box): box for box in layout.bounds_at(shape, positions)}.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardload.errors import BudgetError, LayoutError, MismatchError
@@ -301,7 +301,10 @@ class Planner:
         self.brief = brief
         self.left_out_bytes = 0
         self._times = Counter[Hashable]()
-        self.shards = [local_bounds(t.layout, t.view.shape, positions) for t in bindings]
+        # Once for each layout and shape: to look up thousands of positions takes longer than the rest.
+        kinds = dict.fromkeys((t.layout, t.view.shape) for t in bindings)
+        boxes = {kind: local_bounds(*kind, positions) for kind in kinds}
+        self.shards = [boxes[t.layout, t.view.shape] for t in bindings]
         self.by_tensor: dict[str, list[int]] = {}
         self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
         # Every view is checked before any is cut: views come from converters and layer hooks, which may be wrong.
@@ -399,7 +402,7 @@ class Planner:
         """Return the boxes of a variable that this process's shards need, as far as the region contains them."""
         shards = self.shards[index]
         # Distinct shards never overlap, so equal sizes mean that they cover the variable: read it in one piece.
-        if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
+        if shards and len(shards) * shards[0].size == math.prod(seen.view.shape):
             return [seen.box]
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
 
@@ -508,20 +511,27 @@ class Planner:
     def needed_by_tensor(self) -> dict[str, int]:
         """Return how many stored bytes of each tensor this process's shards need, at most the tensor's stored size."""
         found = {}
+        alike: dict[Hashable, int] = {}
         for name, indices in self.by_tensor.items():
-            tensor = self.tensors[name]
-            seen: dict[View, set[Bounds]] = {}
-            for i in indices if len(indices) > 1 else ():
-                seen.setdefault(self.bindings[i].view, set()).update(self.shards[i])
-            pairs = seen.items() or [(self.bindings[indices[0]].view, self.shards[indices[0]])]
-            elements = 0
-            for view, boxes in pairs:
-                # A broadcast dim (stride 0) counts once.
-                real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
-                needed = sum(math.prod(box.shape[d] for d in real) for box in boxes)
-                elements += min(math.prod(view.shape[d] for d in real), needed)
+            tensor, first = self.tensors[name], self.bindings[indices[0]]
+            if len(indices) == 1:
+                key = (first.view.shape, first.view.strides, first.layout)
+                if (elements := alike.get(key, -1)) < 0:
+                    elements = alike[key] = _needed_elements(first.view, self.shards[indices[0]])
+            else:
+                seen: dict[View, set[Bounds]] = {}
+                for i in indices:
+                    seen.setdefault(self.bindings[i].view, set()).update(self.shards[i])
+                elements = sum(itertools.starmap(_needed_elements, seen.items()))
             found[name] = tensor.stored_bytes * min(elements, tensor.size) // max(1, tensor.size)
         return found
+
+
+def _needed_elements(view: View, boxes: Collection[Bounds]) -> int:
+    """Return how many elements of a tensor these boxes of a view need; a broadcast dim (stride 0) counts once."""
+    real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
+    needed = sum(math.prod(box.shape[d] for d in real) for box in boxes)
+    return min(math.prod(view.shape[d] for d in real), needed)
 
 
 def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:

@@ -36,6 +36,15 @@ def test_bounds_equal_those_of_named_sharding(pair):
         assert tuple(zip(bounds.start, bounds.stop, strict=True)) == expected
 
 
+@given(layouts(), st.data())
+def test_boxes_at_some_positions_are_those_of_all(pair, data):
+    layout, shape = pair
+    positions = data.draw(st.lists(st.integers(0, layout.mesh.size - 1), max_size=4))
+    found = layout.bounds_at(shape, positions)
+    assert found == tuple(layout.bounds(shape)[i] for i in positions)
+    assert len(set(map(id, found))) == len(set(found))
+
+
 @given(layouts())
 def test_shards_tile_the_variable(pair):
     layout, shape = pair
