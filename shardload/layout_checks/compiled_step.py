@@ -29,11 +29,12 @@ from shardload.layout_checks.hlo import Collective, collective_json, collectives
 from shardload.layout_checks.step_programs import StepKind, StepProgram, program_of
 from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layout_search.plan_parts import CompiledCheck
-from shardload.layout_search.tracing import collector_paused, is_array
+from shardload.layout_search.tracing import is_array
 from shardload.layouts.choice import LayoutChoice
 from shardload.sharding.devices import device_list
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
+from shardload.stores.event_loop import collector_paused
 from shardload.transfer.placement import named_sharding
 from shardload.units import check_no_iterator, format_bytes, plural
 

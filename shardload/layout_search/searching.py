@@ -22,7 +22,6 @@ from shardload.layout_search.problem import Hardware, make_problem
 from shardload.layout_search.tracing import (
     Traced,
     check_rows,
-    collector_paused,
     input_specs,
     record_program,
     rows_of,
@@ -31,6 +30,7 @@ from shardload.layout_search.tracing import (
 from shardload.layouts.model_variables import check_model, nbytes
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.stores.event_loop import collector_paused
 from shardload.typing import LayoutMap, MeshLike
 from shardload.units import check_kind
 

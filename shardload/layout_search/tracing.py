@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,18 +128,6 @@ class Recorded:
     """How many of ``variables`` are trainable: the first ones."""
     closed: ClosedJaxpr
     training: bool
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector in the block: it took a quarter of a search's time and freed nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, Any] | None = None) -> Recorded:

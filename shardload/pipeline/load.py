@@ -69,6 +69,7 @@ from shardload.sharding.devices import (
     named_devices,
     resolve_devices,
 )
+from shardload.stores.event_loop import collector_paused
 from shardload.stores.location import Fingerprint
 from shardload.transfer.owners import process_numbers
 from shardload.typing import LayoutLike, MeshLike
@@ -196,7 +197,7 @@ def run_load(
             slots = slots_as_stored(model, source.manifest, rename=matching.rename, strict=matching.strict)
         with slots:
             # Map, lay out, plan, check: the model is still unchanged.
-            with clock("plan"):
+            with clock("plan"), collector_paused():
                 unused = () if isinstance(request, RestoreRequest) else _unused_distribution(request.placement)
                 prepared = preparing.prepare_load(
                     source,
@@ -272,6 +273,7 @@ def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, 
     yield from empty_vocabularies(model, manifest.source)
 
 
+@collector_paused()
 def plan_load(request: PlanRequest) -> PlanReport:
     """Run a request of `shardload.plan`: prepare a load from headers alone, for devices that need not exist."""
     clock = Clock()

@@ -1,11 +1,14 @@
 """`shardload.plan(hosts=…)` says what each of several processes reads, before there are any."""
 
+import gc
+
 import keras
 import pytest
 from process_runs import Run
 
 import shardload
 from shardload.errors import MeshError, UsageError
+from shardload.pipeline import load
 
 
 @pytest.fixture
@@ -87,3 +90,13 @@ def test_hosts_that_cannot_be(saved):
     for hosts in (0, True, "2"):
         with pytest.raises(UsageError, match=f"hosts={hosts!r}: expected a number of hosts"):
             shardload.plan(saved, mesh="1x8", hosts=hosts)
+
+
+def test_no_garbage_is_collected_while_a_plan_is_made(saved, monkeypatch):
+    """Each collection looks at all objects of JAX and Keras: half a second, after a large model was built."""
+    seen = []
+    for stage in ("build", "host_reads"):
+        run = getattr(load, stage)
+        monkeypatch.setattr(load, stage, lambda *given, run=run: (seen.append(gc.isenabled()), run(*given))[1])
+    shardload.plan(saved, mesh="1x8", hosts=2)
+    assert seen == [False, False] and gc.isenabled()

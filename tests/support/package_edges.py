@@ -21,7 +21,7 @@ _ALLOWED = {
     "optimizers": "errors keras_bridge sharding units",
     "layout_search": "errors keras_bridge layouts sharding stores typing units",
     "mapping": "errors families hub keras_bridge loaders manifest reports stores transfer units",
-    "layout_checks": "errors keras_bridge layout_search layouts sharding transfer units",
+    "layout_checks": "errors keras_bridge layout_search layouts sharding stores transfer units",
     "runs": "errors interrupts keras_bridge loaders manifest mapping processes stores units",
     "parallel": "errors keras_bridge layout_checks layout_search layouts sharding typing units",
     "resolve": "errors families hub loaders manifest runs stores units",
