@@ -217,7 +217,8 @@ def _remote_steps(place: Location, wanted: str | int | None = None) -> list[Step
     if isinstance(wanted, int) and (found := _step_at(place / str(wanted))) is not None:
         return [found]
     if (itself := open_step(place)) is not None:
-        return [_remote_info(itself)]
+        sizes = _store(place).requests.sizes(place.key) if wanted is None and _store(place).can_list else None
+        return [_remote_info(itself, sizes)]
     return _steps_below(place, wanted)
 
 
@@ -229,10 +230,10 @@ def _steps_below(place: Location, wanted: str | int | None) -> list[StepInfo]:
         raise _no_list(place, wanted)
     # Open only the newest, even if it is damaged: an older step must not silently pass for the latest.
     while wanted == "latest" and numbers:
-        ours = numbers.pop(last := max(numbers))
-        if (newest := _look_remotely(place, last, ours=ours)) is not None:
+        listed = numbers.pop(last := max(numbers))
+        if (newest := _look_remotely(place, last, listed)) is not None:
             return [newest]
-        if not ours:
+        if not listed.ours:
             return []
     if len(numbers) > _MAX_STEPS:
         raise UnsafeSourceError(
@@ -242,9 +243,9 @@ def _steps_below(place: Location, wanted: str | int | None) -> list[StepInfo]:
     return _looked(place, numbers)
 
 
-def _looked(place: Location, numbers: Mapping[int, bool | None]) -> list[StepInfo]:
+def _looked(place: Location, numbers: Mapping[int, _ListedStep]) -> list[StepInfo]:
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardload-steps") as pool:
-        looked = pool.map(lambda number: _look_remotely(place, number, ours=numbers[number]), sorted(numbers))
+        looked = pool.map(lambda number: _look_remotely(place, number, numbers[number]), sorted(numbers))
         return with_best([found for found in looked if found is not None])
 
 
@@ -283,8 +284,18 @@ def _store(place: Location) -> RemoteStore:
     return place.store
 
 
-def _remote_numbers(place: Location, *, is_run: bool = False) -> dict[int, bool | None] | None:
-    """Return the number of each step at a URL, mapped to whether shardload saved that step (``None``: unknown).
+@dataclass(frozen=True, slots=True)
+class _ListedStep:
+    """What a store's list of a run's folder says about one step."""
+
+    ours: bool | None
+    """Whether shardload saved the step; ``None`` if the list does not tell."""
+    sizes: Mapping[str, int] | None = None
+    """The size of each file, if the store lists them."""
+
+
+def _remote_numbers(place: Location, *, is_run: bool = False) -> dict[int, _ListedStep] | None:
+    """Return the number of each step at a URL, with what the store's list says about it.
 
     ``None`` if the store cannot list what is there, or the URL is itself that of a step which shardload did not save.
     Where nothing is, raise, unless the URL ``is_run``: the folder that a run saves to.
@@ -292,7 +303,11 @@ def _remote_numbers(place: Location, *, is_run: bool = False) -> dict[int, bool 
     store = _store(place)
     if not store.can_list:
         names = store.listed(place.key)
-        return None if names is None or _ORBAX_FILE in names else {int(n): None for n in names if NAME.fullmatch(n)}
+        return (
+            None
+            if names is None or _ORBAX_FILE in names
+            else {int(n): _ListedStep(None) for n in names if NAME.fullmatch(n)}
+        )
     sizes = store.requests.sizes(place.key)
     if not sizes and not is_run:
         raise _no_list(place, None)
@@ -300,16 +315,16 @@ def _remote_numbers(place: Location, *, is_run: bool = False) -> dict[int, bool 
         if any(name.startswith(f"{OWN_FOLDER}/") for name in sizes):
             raise DamagedError(f"Step {place.name} at {place} is damaged: {DIGESTS_FILE} is missing")
         return None
-    inside: dict[int, set[str]] = {}
-    for name in sizes:
+    inside: dict[int, dict[str, int]] = {}
+    for name, size in sizes.items():
         folder, _, rest = name.partition("/")
         if NAME.fullmatch(folder):
-            inside.setdefault(int(folder), set()).add(rest)
+            inside.setdefault(int(folder), {})[rest] = size
     # A step of shardload exists once its record does, which is written last; until then, other files show whose it is.
-    found: dict[int, bool | None] = {step: True for step, files in inside.items() if DIGESTS_FILE in files}
+    found = {step: _ListedStep(True, files) for step, files in inside.items() if DIGESTS_FILE in files}
     for step, files in inside.items():
         if _ORBAX_FILE in files and not any(name.startswith(f"{OWN_FOLDER}/") for name in files):
-            found[step] = False
+            found[step] = _ListedStep(False)
     return found
 
 
@@ -336,10 +351,10 @@ def _no_list(place: Location, wanted: str | int | None) -> Exception:
     )
 
 
-def _look_remotely(place: Location, number: int, *, ours: bool | None) -> StepInfo | None:
+def _look_remotely(place: Location, number: int, listed: _ListedStep) -> StepInfo | None:
     """Return what is known of a step in a store; ``None`` if there is none, or none any more."""
-    found = _looked_at(place, number, ours=ours)
-    removed = found is not None and ours and found.problems and _is_removed(place / str(number))
+    found = _looked_at(place, number, listed)
+    removed = found is not None and listed.ours and found.problems and _is_removed(place / str(number))
     return None if removed else found
 
 
@@ -348,11 +363,11 @@ def _is_removed(folder: Location) -> bool:
     return DIGESTS_FILE not in _store(folder).requests.sizes(folder.key)
 
 
-def _looked_at(place: Location, number: int, *, ours: bool | None) -> StepInfo | None:
-    folder, problem = place / str(number), f"{DIGESTS_FILE} is missing"
+def _looked_at(place: Location, number: int, listed: _ListedStep) -> StepInfo | None:
+    folder, ours, problem = place / str(number), listed.ours, f"{DIGESTS_FILE} is missing"
     try:
         if ours is not False and (stored := open_step(folder)) is not None:
-            return _remote_info(stored)
+            return _remote_info(stored, listed.sizes)
     except DamagedError as error:
         ours, problem = True, str(error)
     if not ours:
@@ -360,7 +375,7 @@ def _looked_at(place: Location, number: int, *, ours: bool | None) -> StepInfo |
     return StepInfo(number, Path(str(folder)), ours=True, url=str(folder), problems=problem)
 
 
-def _remote_info(stored: RemoteStep) -> StepInfo:
+def _remote_info(stored: RemoteStep, sizes: Mapping[str, int] | None = None) -> StepInfo:
     record = problems = None
     try:
         # A converted step is saved without one.
@@ -370,6 +385,9 @@ def _remote_info(stored: RemoteStep) -> StepInfo:
             record = StepRecord.read(stored.root)
     except (SourceError, SourceNotFoundError) as error:
         problems = f"{STEP_FILE} cannot be read: {error}"
+    # Listed once more: a step that was saved meanwhile may have had only some of its files in the first list.
+    if sizes and not problems and stored.name_damage(sizes) and (damage := stored.name_damage()):
+        problems = f"{damage[0].path} {damage[0].what}"
     url, name = str(stored.root), stored.root.name
     number = int(name) if NAME.fullmatch(name) else (record and record.step)
     n_bytes = stored.n_bytes

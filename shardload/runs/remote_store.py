@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shardload.errors import (
@@ -23,7 +23,7 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders.orbax.loader import OWN_FOLDER
-from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, hash_of, is_saved
+from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, FileTree, hash_of, name_damage
 from shardload.runs.digests import SavedUnits
 from shardload.stores.answers import COPY_FIRST, ForbiddenError
 from shardload.stores.event_loop import Fetch
@@ -122,19 +122,18 @@ class RemoteStep(Store):
         """Fetch the step's small files, and return the path of the local copy of a folder."""
         return self.local_path(key) if self.kind(key) == "folder" else Path(self.shown(key))
 
-    def name_damage(self) -> list[Damage]:
-        """Return which files of the step are missing or unexpected, as far as the server tells without reading data."""
-        listed, step = {*self.saved.digests.files, DIGESTS_FILE}, self.root.name
-        if self._remote.can_list:
-            there = set(self._remote.requests.sizes(self._key))
-        else:
-            # HTTP cannot list. A file with bytes is missed when it is read; an empty one never is, so ask for it.
-            empty = (name for name, file in self.saved.digests.files.items() if not file.n_bytes)
-            there = listed - {name for name in empty if self._remote.requests.read(_joined(self._key, name)) is None}
-        missing = [Damage(name, "is missing", None, step) for name in sorted(listed - there)]
-        return missing + [
-            Damage(name, "is unexpected: it was not saved with the step", None, step)
-            for name in sorted(filter(is_saved, there - listed))
+    def name_damage(self, sizes: Mapping[str, int] | None = None) -> list[Damage]:
+        """Return which files of the step are missing, unexpected or of another size, without reading data.
+
+        ``sizes`` are those that the store has listed, if they are known already.
+        """
+        digests, requests, step = self.saved.digests, self._remote.requests, self.root.name
+        if sizes is not None or self._remote.can_list:
+            return name_damage(digests, FileTree(dict(sizes or requests.sizes(self._key)), (), {}), step)
+        # HTTP cannot list. A file with bytes is missed when it is read; an empty one never is, so ask for it.
+        empty = sorted(name for name, file in digests.files.items() if not file.n_bytes)
+        return [
+            Damage(name, "is missing", None, step) for name in empty if requests.read(_joined(self._key, name)) is None
         ]
 
     def _remote_file(self, name: str) -> _RemoteFile:

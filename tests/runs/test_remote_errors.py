@@ -331,6 +331,20 @@ def test_a_step_without_digests_is_damaged(store):
     expect(DamagedError, store.s3 + "/run/2", "Step 2 at s3://bucket/run/2 is damaged: shardload/digests.json")
 
 
+@pytest.mark.parametrize("place", ["run", "run/2"])
+def test_a_list_of_steps_shows_what_the_sizes_of_files_tell(objects, store, place):
+    name = data_file(objects)
+    file, whole = objects[0] / name, (objects[0] / name).read_bytes()
+    file.write_bytes(whole[:-1])
+    try:
+        info = list_steps(f"{store.s3}/{place}")[-1]
+    finally:
+        file.write_bytes(whole)
+    assert info.problems.startswith(f"{name.removeprefix('run/2/')} was truncated: it has {len(whole) - 1} bytes")
+    assert store.sent_of("/d/") == 0
+    assert list_steps(f"{store.s3}/{place}")[-1].problems is None
+
+
 def test_verify_names_all_that_is_wrong(objects, store):
     store.tampered[data_file(objects, step=1)] = lambda data: flipped(10)(flipped(3_500_000)(data))
     store.status["run/1/orbax.checkpoint"] = 404
