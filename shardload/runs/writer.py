@@ -136,6 +136,7 @@ class Writer:
                 if not isinstance(error, Exception):
                     raise
                 self.witness.write(str(failure))
+                _log_failure(failure)
                 raise failure from failure.__cause__
 
     def _staging(self, job: SaveJob) -> AnyStaging:
@@ -192,7 +193,9 @@ class Writer:
             try:
                 call(step, path)
             except BaseException as error:
-                self._failure = self._failure or _after_failed(error, step, path)
+                failure = _after_failed(error, step, path)
+                self._failure = self._failure or failure
+                _log_failure(failure)
 
         def start(step: int, path: Place) -> None:
             before = self._later
@@ -245,6 +248,7 @@ class Writer:
                     self.witness.write(str(failure))
             finally:
                 self._failure = failure
+                _log_failure(failure)
             return
 
         def follow_up() -> None:
@@ -256,6 +260,13 @@ class Writer:
             self.channel.first(follow_up)
         except BaseException as error:
             self._failure = _after_failed(error, job.step, path)
+            _log_failure(self._failure)
+
+
+def _log_failure(failure: ShardloadError) -> None:
+    """Log the failure of a save when it happens: training raises it later, and a bucket has no list of failures."""
+    if _log.hasHandlers():  # without one, Python would print it to stderr, where the exception appears too
+        _log.error("%s", failure)
 
 
 def _finish_all() -> None:

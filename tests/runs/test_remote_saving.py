@@ -143,13 +143,15 @@ def test_faults_of_the_store_are_repeated(server, expected):
     assert {found.verdict for found in verify(url)} == {"verified"}
 
 
-def test_a_refused_write_is_told_and_leaves_no_step(server):
+def test_a_refused_write_is_told_and_leaves_no_step(server, caplog):
     server.refused["run/2/pytree/d/"] = 403
     url = f"{server.s3}/run"
     with pytest.raises(SaveError, match=r"Cannot save step 2 to s3://bucket/run/2: .*AccessDenied \(request REQ123"):
         train(url, 3)
     assert steps(url) == [1]
     assert not [name for name in server.names() if name.startswith("run/2/")]
+    said = [r.getMessage() for r in caplog.records if (r.name, r.levelname) == ("shardload", "ERROR")]
+    assert len(said) == 1 and said[0].startswith("Cannot save step 2 to s3://bucket/run/2")
 
 
 @pytest.mark.parametrize(
