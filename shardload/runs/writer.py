@@ -265,8 +265,7 @@ class Writer:
 
 def _log_failure(failure: ShardloadError) -> None:
     """Log the failure of a save when it happens: training raises it later, and a bucket has no list of failures."""
-    if _log.hasHandlers():  # without one, Python would print it to stderr, where the exception appears too
-        _log.error("%s", failure)
+    _log.error("%s", failure)
 
 
 def _finish_all() -> None:
