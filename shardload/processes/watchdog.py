@@ -102,15 +102,21 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
         since = max(began, time.time() - _RECENT_S)
         # Without the first process, the others end at once: what watches it may still be writing down why.
         before = written_since(folder, since)
-        if not before and process > 0 and not _answers(coordinator):
+        if process > 0 and not _of_others(before, process) and not _answers(coordinator):
             until = time.monotonic() + _SETTLE_S
-            while not before and time.monotonic() < until:
+            while not _of_others(before, process) and time.monotonic() < until:
                 time.sleep(0.1)
                 before = written_since(folder, since)
         why = "after the failure recorded above" if before else "most likely killed,"
         what = f"Process {process} ({host} pid {pid}) exited unexpectedly, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})
-        sys.stderr.write(f"shardload: {what}. Earlier steps are untouched\n")
+        # Once more, as JAX has printed a stack trace since: the first failure of another process, else its own.
+        cause = "".join(f". The cause: {found['cause']}" for found in (_of_others(before, process) or before)[:1])
+        sys.stderr.write(f"shardload: {what}{cause}. Earlier steps are untouched\n")
+
+
+def _of_others(failures: list[dict[str, object]], process: int) -> list[dict[str, object]]:
+    return [found for found in failures if found.get("process") != process]
 
 
 def _pass_on(output: int, held: list[bytes]) -> None:

@@ -266,6 +266,7 @@ def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monk
     monkeypatch.setattr(sys, "stdin", lines())
     watchdog.watch(str(tmp_path), 0, 9, "host")
     assert why in watchdog.written_since(str(tmp_path), 0)[-1]["cause"]
+    assert ("The cause: Process 1 was killed. Earlier" in capsys.readouterr().err) == same
 
 
 def test_a_complete_step_is_said_and_logged(tmp_path, caplog, capsys):
