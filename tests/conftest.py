@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent)]
@@ -54,7 +54,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked ``full``, and all but a share of what is marked ``sample``, but under --every-mesh."""
+    """Leave out what is marked ``full``, and all but a share of what is marked ``sample``, but under --every-mesh.
+
+    Of a slow test with four cases or more, that is not marked, half of the cases are run.
+    """
     if part := config.getoption("--part"):
         first, count = map(int, part.split("/"))
         ours = set(list(dict.fromkeys(item.path for item in items))[first - 1 :: count])
@@ -62,21 +65,32 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item.path in ours]
     if not config.getoption("--every-mesh"):
         left_out = {item for item in items if item.get_closest_marker("full")}
+        kept = [item for item in items if item not in left_out]
+        counts = Counter(map(_test_of, kept))
         cases = defaultdict(itertools.count)
-        for item in items:
-            if item not in left_out and (mark := item.get_closest_marker("sample")):
-                # Among those collected: a case that is asked for alone is the first.
-                left_out |= (
-                    set() if _is_in_sample(next(cases[item.parent.nodeid, item.originalname]), *mark.args) else {item}
-                )
+        for item in kept:
+            # Among those collected: a case that is asked for alone is the first.
+            place, share = next(cases[_test_of(item)]), _share(item, counts[_test_of(item)])
+            left_out |= set() if _is_in_sample(place, share) else {item}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def _test_of(item):
+    return item.parent.nodeid, getattr(item, "originalname", item.name)
+
+
+def _share(item, count):
+    """One in how many of the ``count`` cases of a test is run."""
+    if (mark := item.get_closest_marker("sample")) is not None:
+        return mark.args[0]
+    return 2 if count >= 4 and item.get_closest_marker("slow") else 1
 
 
 def _is_in_sample(place, share):
     """Whether a case is one of those (1 in ``share``) that are run. Each n-th would be in one column of a table."""
     digits = 0
-    while place:
+    while place and share > 1:
         place, digit = divmod(place, share)
         digits += digit
     return digits % share == 0

@@ -54,7 +54,7 @@ def ended(commands):
         return [Done(one.returncode, *words) for one, words in zip(running, heard, strict=True)]
 
 
-@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+@pytest.mark.parametrize("mesh", [pytest.param("1x8", marks=pytest.mark.full), "2x4"])
 def test_each_reads_what_its_devices_need_and_the_first_reports_for_all(mesh, checkpoint):
     first, second = ended([(checkpoint, "--mesh", mesh, "--json")] * 2)
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
@@ -178,7 +178,7 @@ except ShardloadError as error:
 @pytest.mark.parametrize(
     ("count", "victim", "when"),
     [
-        (2, 0, "importing"), (2, 1, "importing"), (2, 1, "interrupted"), (4, 3, "importing"), (4, 0, "waiting"),
+        (2, 0, "importing"), (2, 1, "importing"), (4, 0, "waiting"), (4, 3, "importing"), (2, 1, "interrupted"),
         (4, 3, "waiting"),
     ],
 )  # fmt: skip

@@ -52,6 +52,7 @@ def test_of_a_few_arrays_little_more_is_requested(store):
     assert sorted(found) == sorted(wanted) and store.bytes_sent <= 1.03 * needed + (256 << 10)  # the header's page
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
 def test_two_processes_request_each_byte_once(store, tmp_path, mesh):

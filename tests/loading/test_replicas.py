@@ -17,6 +17,7 @@ def source(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("saved"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("processes", "devices", "mesh", "placement"),
     [(2, 4, "1x8", "adopt"), (2, 4, "2x4", "upload"), (4, 2, "2x4", "adopt"), (4, 1, "2x2", "adopt")],

@@ -1,6 +1,6 @@
 """Loads from an object store that fails at random: each is bit-exact, or raises one of our errors with the cause, soon.
 
-python -m fault_runs [--n 1000] [--seed 0] [--only TEXT] [--verbose]
+python -m fault_runs [--n 1000] [--seed 0] [--at-once 4] [--only TEXT] [--verbose]
 
 A seed stands for a format, a call, a kind of address and a plan of faults (`faulty_server`). Requests of different
 threads may come in another order the next time, so that other requests meet these faults.
@@ -274,41 +274,80 @@ def text_of(found):
     return f"{type(found).__name__}: {found}" if isinstance(found, BaseException) else "as expected"
 
 
-def main():
+def given_seeds(n):
+    """What the command says: which seeds to run, by default ``n``, and how."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--n", type=int, default=1000)
+    parser.add_argument("--n", type=int, default=n)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="loads whose title contains this")
+    parser.add_argument("--every", type=int, default=1, help="run each n-th seed")
+    parser.add_argument("--at-once", type=int, default=1, help="so many processes, each of which has its own server")
+    parser.add_argument("--only", default="", help="titles that contain this")
     parser.add_argument("--verbose", action="store_true")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def run_seeds(faulty, given):
+    """Run seeds one after the other, and print those that failed; return counts."""
+    counts = {"runs": 0, "faults": 0, "kinds": Counter(), "ends": Counter(), "slowest_s": 0.0, "failed": []}
+    for seed in range(given.seed, given.seed + given.n, given.every):
+        if given.only not in faulty.title(seed):
+            continue
+        found = faulty.run(seed)
+        kinds = Counter(kind for kind, _ in found.faults)
+        counts["runs"] += 1
+        counts["faults"] += sum(kinds.values())
+        counts["kinds"].update(kinds)
+        counts["ends"][found.said.partition(":")[0]] += 1
+        counts["slowest_s"] = max(counts["slowest_s"], round(found.seconds, 1))
+        if given.verbose or found.wrong:
+            row = f"{seed} {found.title} {found.seconds:.1f} s {dict(kinds)}: {found.said}"
+            print(row, *found.wrong, sep="\n    ", flush=True)  # noqa: T201
+        counts["failed"] += [seed] if found.wrong else []
+    return counts
+
+
+def run_at_once(module, given):
+    """Run parts of the seeds in several processes, and print the sum of their counts; return the exit code."""
+    words = [sys.executable, "-m", module, "--only", given.only, *(["--verbose"] if given.verbose else [])]
+    parts = [
+        subprocess.Popen(
+            [*words, *map(str, ("--n", given.n - part, "--seed", given.seed + part, "--every", given.at_once))],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for part in range(given.at_once)
+    ]  # fmt: skip
+    total = {}
+    for part in parts:
+        *rows, last = part.communicate()[0].splitlines() or ['{"failed": ["all of a part"]}']
+        print(*rows, sep="\n", end="\n" if rows else "", flush=True)  # noqa: T201
+        for name, found in json.loads(last).items():
+            if isinstance(found, dict):
+                total[name] = Counter(total.get(name, {})) + Counter(found)
+            elif name == "slowest_s":
+                total[name] = max(total.get(name, 0.0), found)
+            else:
+                total[name] = total.get(name, type(found)()) + found
+    print(json.dumps(total))  # noqa: T201
+    return max(part.returncode for part in parts)
+
+
+def main():
+    given = given_seeds(1000)
+    if given.at_once > 1:
+        return run_at_once("fault_runs", given)
     sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
     jax.config.update("jax_num_cpu_devices", 8)
-    failed, kinds, ends, slowest = [], Counter(), Counter(), 0.0
     with Faulty() as faulty:
         faulty.run(0), gc.collect()
         before = sockets()
-        for seed in range(given.seed, given.seed + given.n):
-            if given.only not in faulty.title(seed):
-                continue
-            found = faulty.run(seed)
-            kinds.update(kind for kind, _ in found.faults)
-            ends[found.said.partition(":")[0]] += 1
-            slowest = max(slowest, found.seconds)
-            if given.verbose or found.wrong:
-                faults = dict(Counter(kind for kind, _ in found.faults))
-                row = f"{seed} {found.title} {found.seconds:.1f} s {faults}: {found.said}"
-                print(row, *found.wrong, sep="\n    ", flush=True)  # noqa: T201
-            failed += [seed] if found.wrong else []
+        counts = run_seeds(faulty, given)
         gc.collect()
         for _ in range(100):  # a request that was given up is let go of when its answer ends
             if (after := sockets()) <= before + 2:
                 break
             time.sleep(0.1)
-    print(json.dumps({  # noqa: T201
-        "loads": given.n, "faults": sum(kinds.values()), "kinds": kinds, "ends": ends, "slowest_s": round(slowest, 1),
-        "sockets": [before, after], "failed": failed,
-    }))  # fmt: skip
-    return 1 if failed else 0
+    print(json.dumps(counts | {"sockets": [before, after]}))  # noqa: T201
+    return 1 if counts["failed"] else 0
 
 
 if __name__ == "__main__":

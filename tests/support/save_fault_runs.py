@@ -1,13 +1,12 @@
 """Saves to a bucket that fails at random, or whose process is killed: each step is complete, or not there.
 
-python -m save_fault_runs [--n 400] [--seed 0] [--only TEXT] [--verbose]
+python -m save_fault_runs [--n 400] [--seed 0] [--at-once 4] [--only TEXT] [--verbose]
 
 A seed stands for a call of `save_fault_child`, a kind of address, and a plan of faults (`faulty_server`). While the
 process saves, the bucket is listed through a door at which nothing fails; after it, everything is read there, and a run
 without faults goes on.
 """
 
-import argparse
 import json
 import os
 import random
@@ -20,7 +19,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +29,7 @@ import numpy as np
 import warm_start
 from bucket_server import BucketServer
 from fault_runs import digest as digest_of
+from fault_runs import given_seeds, run_at_once, run_seeds
 from faulty_server import WRITE_FINAL, WRITE_PASSING, WriteFaults
 from process_runs import told
 from safetensors.numpy import load_file, save_file
@@ -404,32 +403,14 @@ class FileRun(Run):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--n", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="saves whose title contains this")
-    parser.add_argument("--verbose", action="store_true")
-    given = parser.parse_args()
+    given = given_seeds(400)
+    if given.at_once > 1:
+        return run_at_once("save_fault_runs", given)
     sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
-    failed, kinds, ends, slowest = [], Counter(), Counter(), 0.0
     with FaultySaves() as faulty:
-        for seed in range(given.seed, given.seed + given.n):
-            if given.only not in faulty.title(seed):
-                continue
-            found = faulty.run(seed)
-            kinds.update(kind for kind, _ in found.faults)
-            ends[found.said.partition(":")[0]] += 1
-            slowest = max(slowest, found.seconds)
-            if given.verbose or found.wrong:
-                faults = dict(Counter(kind for kind, _ in found.faults))
-                row = f"{seed} {found.title} {found.seconds:.1f} s {faults}: {found.said}"
-                print(row, *found.wrong, sep="\n    ", flush=True)  # noqa: T201
-            failed += [seed] if found.wrong else []
-    print(json.dumps({  # noqa: T201
-        "saves": given.n, "faults": sum(kinds.values()), "kinds": kinds, "ends": len(ends),
-        "slowest_s": round(slowest, 1), "failed": failed,
-    }))  # fmt: skip
-    return 1 if failed else 0
+        counts = run_seeds(faulty, given)
+    print(json.dumps(counts))  # noqa: T201
+    return 1 if counts["failed"] else 0
 
 
 if __name__ == "__main__":
