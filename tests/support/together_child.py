@@ -301,9 +301,9 @@ def run(call, source, **options):
     return made
 
 
-def before_a_load(call, opened):
-    """Have the files counted that are opened for headers; process 0 has used JAX before."""
-    if call == "load" and not jax.distributed.global_state.process_id:
+def before_a_load(opened, *, uses_jax):
+    """Have the files counted that are opened for headers; one process may have used JAX before."""
+    if uses_jax:
         keras.layers.Dropout(0.1)  # starts JAX, which waits for the others, and takes a name that they use for another
     count_opened(opened)
 
@@ -372,7 +372,7 @@ def main(*arguments):
         go_wrong(kind)
     opened = []
     if stage == "none":
-        before_a_load(call, opened)
+        before_a_load(opened, uses_jax=call == "load" and not index)
     progress = Burning(kind if is_victim and stage == "transfer" and kind in ("raise", "kill", "stop") else None)
     random.seed(index)
     before = random.getstate()
