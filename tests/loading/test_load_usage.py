@@ -309,6 +309,7 @@ def test_arguments_may_be_numbers_of_numpy(takes, saved_run, tmp_path):
     [
         {"save_freq": np.int64(1), "max_to_keep": np.int64(2), "keep_every_steps": np.int32(2)},
         {"monitor": "loss", "keep_best": np.int64(1), "initial_value_threshold": np.float32(9)},
+        {"monitor": "loss", "keep_best": np.int64(1), "initial_value_threshold": np.float32(-1)},  # is the best
         {"keep_every_hours": np.float32(1), "max_to_keep": 1, "async_timeout_s": np.float32(60)},
         {"initial_epoch": np.int64(0), "save_best_only": np.True_, "monitor": "loss", "verbose": np.int64(0)},
     ],
