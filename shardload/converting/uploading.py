@@ -65,8 +65,12 @@ class RemoteTarget:
         groups = [{n: p for n, p in made.items() if _rank(n) == rank} for rank in range(len(_LAST) + 1)]
         progress.start(sum(p.stat().st_size for p in made.values()), f"Uploading {self.path.name}")
         try:
-            # First, so that a new file is never taken for a part of the old checkpoint.
+            # First, so that a new file is never taken for a part of the old checkpoint: what makes others a checkpoint,
+            # and then these, as all shards of a folder are a checkpoint without an index, too.
             self.uploads.delete(n for n in (*replaced, *gone) if _rank(n))
+            data = {n for n in (*replaced, *gone) if not _rank(n)}
+            if len(data) > 1 or data & gone:  # else it is one object, which appears whole in place of the old one
+                self.uploads.delete(data)
             for group in groups:
                 self.uploads.put_files(group, advance=progress.advance)
             self.uploads.delete(gone)

@@ -106,6 +106,20 @@ def test_old_shards_go(server):
     assert len(server.names()) < len(before)
 
 
+def test_no_shard_of_a_replaced_folder_is_there_with_a_new_one(server, gemma, monkeypatch):
+    url, options, seen = f"{server.s3}/folder", {"to": "safetensors", "max_shard_bytes": "100KiB"}, []
+    shardload.convert(gemma, url, **options)
+
+    def interrupted(self, files, **_):
+        seen.append([name for name in server.names() if name.startswith("folder/")])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uploads.Uploads, "put_files", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shardload.convert(gemma, url, overwrite=True, **options)
+    assert seen == [[]]  # all shards of a folder are a checkpoint even without an index
+
+
 def test_an_error_leaves_nothing(server, gemma, tmp_path):
     server.refused["index.json"] = 403
     with pytest.raises(WriteError, match=r"may not be written: HTTP status 403 .*\(request REQ123\)"):
