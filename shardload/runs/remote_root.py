@@ -35,7 +35,7 @@ from shardload.runs.digests import Digests
 from shardload.runs.ownership import OwnedByOtherError, Ownership
 from shardload.runs.publish import Root, Staging, remove_staging, remove_stale
 from shardload.runs.step import NAME
-from shardload.stores.uploads import TakenError, Uploads
+from shardload.stores.uploads import PROBE, TakenError, Uploads
 from shardload.units import format_bytes
 
 STAGING_VARIABLE = "SHARDLOAD_STAGING"
@@ -88,6 +88,8 @@ class RemoteRoot:
         remove_stale(staging_disk())
         with self._explained(f"remove unfinished steps from {self.place}"):
             names = self.uploads.sizes(_MARKS)
+            # Of a process that could write them, but not delete them.
+            self.uploads.delete(probe for name in names if (probe := f"{_MARKS}/{name}").startswith(PROBE))
             for mark in filter(_MARK.fullmatch, names):
                 token = mark.removesuffix(".json")
                 marks = [*(n for n in names if n.startswith(f"{token}/")), mark]

@@ -45,7 +45,7 @@ _SETTINGS = {
     "hf": "HF_ENDPOINT",
 }
 _STATUS = re.compile(r"Server returned (?:non-2xx status code: |error response: )(\d{3})([^:\n]*):?\s*")
-_NO_HEADER = re.compile("(?:Last-Modified|ETag) Header missing", re.IGNORECASE)
+_NO_STORE = re.compile(r"(?:Last-Modified|ETag) Header missing|Got invalid [\w ]*response", re.IGNORECASE)
 _DETAILS = "\n\nDebug source:"
 _REQUEST = re.compile(r".*?Error performing \S+ \S+ in \S+ - ", re.DOTALL)
 """Matches the beginning of a sentence, with the address, which may be signed."""
@@ -181,7 +181,7 @@ class FailedTry:
             said = _IN_WORDS.get(cause, cause)
         else:
             said = " ".join(_REQUEST.sub("", sentence).split())[:CHARACTERS_SHOWN] or type(error).__name__
-            if _NO_HEADER.search(said):  # of S3 and GCS each has an ETag and a time
+            if _NO_STORE.search(said):  # of S3 and GCS each has an ETag and a time, or is XML
                 said += ": the answers are not those of an object store, but perhaps a web page to log in"
         is_connection = "reqwest" in details
         is_final = bool(code) or not is_connection if status is None else status < 500

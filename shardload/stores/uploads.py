@@ -46,6 +46,8 @@ _PARTS_IN_FLIGHT = 4
 _FILES_IN_FLIGHT = 4
 """How many files are uploaded at once: at most 256 MiB are in memory."""
 _DELETED_AT_ONCE = 1000
+PROBE = ".staging/writable-"
+"""How the names of the objects begin by which `Uploads.check` finds out whether it can write and delete."""
 _SIGNED_FOR = timedelta(minutes=1)
 _LOOK_S = 0.5
 """Seconds between checks, while an upload runs, whether it was given up."""
@@ -207,7 +209,7 @@ class Uploads:
 
     def check(self) -> None:
         """Raise `WriteError` unless objects can be written and deleted here: there is a bucket, and access to it."""
-        name = f".staging/writable-{_DICE.getrandbits(32):08x}"
+        name = f"{PROBE}{_DICE.getrandbits(32):08x}"
         self.put(name, b"")
         self.delete([name])
 

@@ -52,6 +52,12 @@ def staged(server):
     return [name for name in server.names() if "/.staging/" in name]
 
 
+def test_what_a_process_wrote_to_see_whether_it_can_is_removed_by_the_next(server):
+    server.write("run/.staging/writable-0123abcd", b"")  # it could not delete it
+    shardload.save(build(width=8), f"{server.s3}/run", step=1)
+    assert steps(f"{server.s3}/run") == [1] and staged(server) == []
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")  # plain Orbax goes by the saved sharding
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_steps_of_fit_are_read_by_all(server, scheme, tmp_path):

@@ -4,9 +4,11 @@ import os
 
 import pytest
 from bucket_server import bucket
+from obstore.exceptions import GenericError
 
 from shardload.errors import UsageError, WriteError
 from shardload.stores import uploads
+from shardload.stores.answers import FailedTry
 from shardload.stores.uploads import TakenError, Uploads
 
 MIB = 1 << 20
@@ -159,3 +161,9 @@ def test_many_objects_are_deleted(server, to):
 def test_http_is_not_written_to(server):
     with pytest.raises(UsageError, match="expected an address at s3:// or gs://"):
         Uploads(f"{server.http}/run")
+
+
+@pytest.mark.parametrize("said", ["multipart response: missing field `UploadId`", "DeleteObjects response: unknown"])
+def test_an_answer_that_is_no_object_stores_is_told(said):
+    failed = FailedTry.of(GenericError(f"Generic S3 error: Got invalid {said}"))
+    assert failed.said.endswith("not those of an object store, but perhaps a web page to log in")

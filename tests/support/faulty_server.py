@@ -97,7 +97,6 @@ class Faults:
                     return False
                 handler.send(200, b"<ListBucketResult><Contents><Key>x</Ke", {"Content-Type": "application/xml"})
             case "page":
-                handler.read_body()
                 handler.send(200, self.server.page, {"Content-Type": "text/html; charset=utf-8"})
             case _:
                 return bool(key) and self._distort(kind, handler, key)
