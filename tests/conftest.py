@@ -28,7 +28,8 @@ os.environ["XLA_FLAGS"] = quick_to_compile(wait_s=600)
 SUPPORT = Path(__file__).parent / "support"
 """Helpers and the scripts that tests start as processes of their own, which find each other through the environment."""
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT.parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-sys.path[:0] = [str(SUPPORT)]
+# `fault_runs`, which tests of two folders use, loads what a test of tests/loading writes.
+sys.path[:0] = [str(SUPPORT), str(SUPPORT.parent / "loading")]
 sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
 sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
 
