@@ -114,7 +114,8 @@ def fit(url, *, seed, steps, options, goes_on):
     x = np.random.default_rng(seed).random((8, WIDTH), np.float32)
     saver = shardload.callbacks.OrbaxCheckpoint(url, **options)
     one.fit(x, x, batch_size=8, epochs=len(steps), verbose=0, callbacks=[Tells(), saver])
-    tell(saved=[*steps])
+    if not saver.preempted:  # by SIGTERM, which ends it early
+        tell(saved=[*steps])
 
 
 def written(write):
