@@ -70,19 +70,19 @@ def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
     ]
 
 
-def require(joint: Meetings, found: Sequence[Topic], *, beside: _T | None = None) -> list[_T]:
+def require(joint: Meetings, found: Sequence[Topic], *, value: _T | None = None) -> list[_T]:
     """Compare the facts of these topics on all processes; if they differ, all processes raise the first difference.
 
-    Return what each process gave as ``beside``, a JSON value that they exchange in the same meeting.
+    Return the ``value`` of each process, in process order: JSON that they exchange in the same meeting.
     """
     facts = [topic.facts() for topic in found]
     # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
-    mine: list[Any] = [beside, *map(facts_digest, facts)]
-    besides, *of_each = zip(*joint.together(lambda: mine, f"the comparison of {found[0].what}"), strict=True)
+    mine: list[Any] = [value, *map(facts_digest, facts)]
+    values, *of_each = zip(*joint.together(lambda: mine, f"the comparison of {found[0].what}"), strict=True)
     for topic, own, digests in zip(found, facts, of_each, strict=True):
         if len(set(digests)) > 1:
             _raise_difference(joint, topic, own)
-    return list(besides)
+    return list(values)
 
 
 def _raise_difference(joint: Meetings, topic: Topic, mine: Facts) -> NoReturn:

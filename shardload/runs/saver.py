@@ -135,7 +135,7 @@ class StepSaver:
         if processes.are_several():
             topics = _state_topics(step, self.contents.described_state(model).tree)
             # All processes exchange positions, also those without one: an exchange needs every process.
-            positions = require(together, topics, beside=position)
+            positions = require(together, topics, value=position)
         job = self.contents.job(
             model,
             record,
@@ -167,7 +167,7 @@ def _state_topics(step: int, tree: Any) -> list[Topic]:
 
 
 def _item_topics(job: SaveJob) -> list[Topic]:
-    """Return what must be equal on all processes before they write a step together: its items, besides the state."""
+    """Return what must be equal on all processes before they write a step together: its items, but for the state."""
 
     def facts() -> dict[str, str]:
         found = dict.fromkeys(sorted(job.items), "saved")
