@@ -147,11 +147,14 @@ class Monitor:
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))
-        if threshold is not None and not hasattr(threshold, "__float__"):
-            raise UsageError(f"Cannot use initial_value_threshold={threshold!r:.60}: expected a number or None")
         self.name, self.mode = name, mode
-        # Stored in steps, as JSON, which has no floats of NumPy.
-        self.best = self.threshold = None if threshold is None else float(threshold)
+        try:
+            # A float of Python, which JSON has; `float` itself would also read texts.
+            self.best = self.threshold = None if threshold is None else threshold.__float__()
+        except (AttributeError, TypeError) as error:
+            raise UsageError(
+                f"Cannot use initial_value_threshold={threshold!r:.60}: expected a number or None"
+            ) from error
 
     def direction(self, model: Any) -> Mode | None:
         """Return "min" if lower values are better, "max" if higher, ``None`` if neither ``mode`` nor the model says."""
