@@ -151,18 +151,21 @@ def convert(
     block_bytes = block_bytes_of(host_memory_bytes)
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
-    found = find_source(src)
-    opened = open_manifest(found.location)
-    adapters.check_base(opened, base)
-    patterns = ignored_names(ignore)
-    # Merging needs the model.
-    if hugging_face_copy.is_copy(opened, kind) and not merge_lora:
-        fidelity.checked_fields(ignore_config)
-        source = hugging_face_copy.source_of(opened, ignore=patterns)
-    else:
-        weights = found.location if base is None else find_source(base).location
-        source = open_with_model(weights, dtype=name, ignore=patterns, ignore_config=ignore_config)
-        source = source if base is None else adapters.on_base(source, found.location)
+    # Recorded as they are opened, and compared before the result is published.
+    with Fingerprint.opening():
+        found = find_source(src)
+        opened = open_manifest(found.location)
+        adapters.check_base(opened, base)
+        patterns = ignored_names(ignore)
+        # Merging needs the model.
+        if hugging_face_copy.is_copy(opened, kind) and not merge_lora:
+            fidelity.checked_fields(ignore_config)
+            source = hugging_face_copy.source_of(opened, ignore=patterns)
+        else:
+            weights = found.location if base is None else find_source(base).location
+            source = open_with_model(weights, dtype=name, ignore=patterns, ignore_config=ignore_config)
+            source = source if base is None else adapters.on_base(source, found.location)
+        files = Fingerprint.of(source.files)
     # Overwriting removes the target's folder: one that is or contains the source would take the source with it.
     two = target.resolve()
     for own in (Path(m.source) for m in source.manifests if not m.location.store.is_remote):
@@ -171,8 +174,6 @@ def convert(
             raise UsageError(
                 f"Cannot convert {own} to {target}: one contains the other. Choose a target outside the source"
             )
-    # Recorded before the first value is read, and compared before the result is published.
-    files = Fingerprint.of(source.files)
     with_lora = [] if source.model is None else lora_layers(source.model)
     adapters.refuse_adapters(source, with_lora, kind, merge_lora=merge_lora)
     source = adapters.with_merged_lora(source, with_lora) if merge_lora else source

@@ -24,16 +24,17 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
+from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location, read_ahead
-from shardload.stores.store import File, read_bytes
+from shardload.stores.store import File, FileIdentity, read_bytes
 from shardload.units import plural
 
 # More than the longest signature that is checked, the 23 bytes of a Git LFS pointer.
@@ -141,6 +142,30 @@ def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Lo
             f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. {way_out} them into that folder"
         )
     return files
+
+
+@contextmanager
+def unchanging(index: Location) -> Iterator[None]:
+    """Raise a `TransferError` if an index changes in the with block, in which the files that it lists are opened.
+
+    Who replaces a checkpoint removes its index first, and writes the new one last: files that were opened while it
+    stayed the same are of one version.
+    """
+    before = index.identity()
+    try:
+        yield
+    except (SourceError, SourceNotFoundError) as error:
+        _refuse_changed(index, before, cause=error)
+        raise
+    _refuse_changed(index, before)
+
+
+def _refuse_changed(index: Location, before: FileIdentity, *, cause: Exception | None = None) -> None:
+    if index.identity() != before or not index.store.is_current(index.key):
+        raise TransferError(
+            f"{index} changed while the files that it lists were opened: they may belong to two checkpoints. Load it "
+            "again once its writer has finished"
+        ) from cause
 
 
 def _listed(index: Location, name: str) -> Location:

@@ -28,6 +28,7 @@ from shardload.loaders.contents import (
     part_number,
     set_of,
     shards_of,
+    unchanging,
 )
 from shardload.loaders.extents import checked_tensors
 from shardload.loaders.hub_preset import is_preset
@@ -78,8 +79,9 @@ def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[
 def open_index(index: Location) -> Manifest:
     """Return the manifest of the shards that a ``*.safetensors.index.json`` lists."""
     weight_map = _weight_map(index)
-    files = shards_of(index, set(weight_map.values()), way_out="Download")
-    headers = {shard: safetensors.read_header(file) for shard, file in files.items()}
+    with unchanging(index):
+        files = shards_of(index, set(weight_map.values()), way_out="Download")
+        headers = {shard: safetensors.read_header(file) for shard, file in files.items()}
     stored = {shard: {tensor.name: tensor for tensor in header.tensors} for shard, header in headers.items()}
     tensors = [_find(name, shard, stored, index) for name, shard in weight_map.items()]
     joined = _joined(index, {files[shard]: header for shard, header in headers.items()}, tensors)

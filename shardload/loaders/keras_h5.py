@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from shardload.errors import SourceError, SourceNotFoundError
-from shardload.loaders.contents import FileContent, group_above, inner_path, refuse_part, shards_of
+from shardload.loaders.contents import FileContent, group_above, inner_path, refuse_part, shards_of, unchanging
 from shardload.loaders.extents import checked_tensors
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -66,15 +66,16 @@ def open_index(index: Location) -> Manifest:
 
     document = read_object(index)
     groups = _groups(document.get("weight_map"), index)
-    shards = shards_of(index, {shard for listed in groups.values() for shard in listed}, way_out="Copy")
-    regions = {name: hdf5.FileRegion.whole(file) for name, file in shards.items()}
     tensors: list[Tensor] = []
     notes: list[str] = []
-    for shard, region in regions.items():
-        content = hdf5.read_tensors(region)
-        _check_shard(shard, content.tensors, groups, index)
-        tensors += content.tensors
-        notes += content.notes
+    with unchanging(index):
+        shards = shards_of(index, {shard for listed in groups.values() for shard in listed}, way_out="Copy")
+        regions = {name: hdf5.FileRegion.whole(file) for name, file in shards.items()}
+        for shard, region in regions.items():
+            content = hdf5.read_tensors(region)
+            _check_shard(shard, content.tensors, groups, index)
+            tensors += content.tensors
+            notes += content.notes
     files = {region.path: region.nbytes for region in regions.values()}
     metadata = document.get("metadata")
     found = checked_tensors(tensors, files=files)

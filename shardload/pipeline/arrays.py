@@ -141,10 +141,11 @@ def load_arrays(
 
 def _run(request: ArraysRequest, call: Call) -> Any:
     # Headers only. From here on, a file that changes is an error.
-    opened = open_together(call, lambda: open_source(request.source, request.format))
+    with Fingerprint.opening():
+        opened = open_together(call, lambda: open_source(request.source, request.format))
+        files = Fingerprint.of(opened.manifest.files, folder=opened.manifest.location)
     for note in opened.manifest.notes:  # of tensors that an index leaves out
         warn_caller(note)
-    files = Fingerprint.of(opened.manifest.files)
     # Once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()
     wanted, rebuild = _requested(request, opened.manifest)

@@ -165,9 +165,9 @@ def run_load(
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock, cache = Clock(), reporting.CacheMeter()
-    with clock("other"):
+    with clock("other"), Fingerprint.opening():
         source = open_together(call, opener)
-    files = Fingerprint.of(source.manifest.files)
+        files = Fingerprint.of(source.manifest.files, folder=source.manifest.location)
     # Place: once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()
     with clock("imports"):  # the first use of JAX starts its devices

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,9 @@ class Location:
 
     def open(self) -> File:
         """Open the file; the caller closes it."""
+        if (first := _first_seen.get()) is not None and self not in first and not self.store.is_remote:
+            with suppress(OSError):  # of a missing file, which is about to be reported
+                first[self] = self.store.identity(self.key)
         opener = _opener.get()
         return self.store.open(self.key) if opener is None else opener(self)
 
@@ -138,6 +141,7 @@ def read_ahead(files: Iterable[Location]) -> None:
 
 
 _opener: ContextVar[Callable[[Location], File] | None] = ContextVar("opener", default=None)
+_first_seen: ContextVar[dict[Location, FileIdentity] | None] = ContextVar("first_seen", default=None)
 
 
 @contextmanager
@@ -196,9 +200,25 @@ class Fingerprint:
     files: Mapping[Location, FileIdentity]
 
     @classmethod
-    def of(cls, paths: Iterable[Location]) -> Fingerprint:
-        """Return the fingerprint of files as they are now: their sizes and versions."""
-        return cls({path: path.identity() for path in paths})
+    def of(cls, paths: Iterable[Location], *, folder: Location | None = None) -> Fingerprint:
+        """Return the fingerprint of files as they are now: their sizes and versions.
+
+        In a with block of `opening`, it is that of files on this machine when they were first opened there; also of
+        others that were opened inside ``folder``, such as an index of shards.
+        """
+        first = _first_seen.get() or {}
+        inside = () if folder is None else (path for path in first if path.is_inside(folder))
+        return cls({path: first.get(path) or path.identity() for path in (*paths, *inside)})
+
+    @staticmethod
+    @contextmanager
+    def opening() -> Iterator[None]:
+        """Note files as this thread opens them in the with block, so that none can change before `of` is called."""
+        token = _first_seen.set({})
+        try:
+            yield
+        finally:
+            _first_seen.reset(token)
 
     def check(self) -> None:
         """Raise a `TransferError` if a file has changed since the fingerprint was taken."""

@@ -169,6 +169,11 @@ class RemoteStore(Store):
         found = self.requests.version(key)
         return FileIdentity(0) if found is None else FileIdentity(found.size, (0, found.number))
 
+    def is_current(self, key: str) -> bool:
+        """Whether an object is still there, in the version that was read; see `Store.is_current`."""
+        # The process whose reads this one was handed has asked already.
+        return self.knows_more or self.requests.is_current(key)
+
     def tag(self, key: str) -> str | None:
         """Return an object's ETag in s3 and gs, its SHA-256 on a hub that tells it; see `Store.tag`."""
         if self.requests.known is not None:

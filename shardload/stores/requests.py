@@ -107,6 +107,15 @@ class Requests:
         """Whether there is an object of this name."""
         return self.version(name) is not None
 
+    def is_current(self, name: str) -> bool:
+        """Whether an object that was read before is still there, in the same version; never answered by the cache."""
+        if self.known is not None:
+            return True
+        try:
+            return Fetch(self.fetch(name, 0, 1), shown=self.shown(name)).result() is not None
+        except answers.ChangedError:
+            return False
+
     @property
     def can_list(self) -> bool:
         """Whether the store can list the names of its objects; HTTP servers cannot."""

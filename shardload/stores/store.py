@@ -122,6 +122,10 @@ class Store(ABC):
         finally:
             file.close()
 
+    def is_current(self, key: str) -> bool:
+        """Whether a file of a remote store is still there, in the version that was read; the store is asked again."""
+        return True
+
     def tag(self, key: str) -> str | None:
         """Return text that is equal for equal bytes of a file that was opened, however many computers ask for it.
 
