@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardload.errors import DisagreementError, TransferError
+from shardload.errors import DisagreementError, ShardloadError, TransferError
 from shardload.processes.joint_call import Call
 from shardload.resolve.opening import OpenedSource
 from shardload.stores.header_reads import Replay, noting, replaying, root_of
@@ -31,8 +31,13 @@ def open_together(call: Call, opener: Callable[[], OpenedSource]) -> OpenedSourc
         return mine[0]
     if packed is None:  # too much to be kept in memory, or a place that each process must ask for itself
         return opener()
-    with replaying(packed) as replay:
-        opened = opener()
+    try:
+        with replaying(packed) as replay:
+            opened = opener()
+    except ShardloadError as error:
+        opener()  # raises what is wrong with the files of this process
+        # Not `from error`: it may be damage, of which the other processes know nothing.
+        raise _disagreement(f"By the headers of process 0, those of this one are wrong: {error}") from None
     if not replay.is_of(opened.manifest.location):  # another step, or a folder of another name
         return opener()
     _check_sizes(opened, replay)
@@ -49,8 +54,14 @@ def _check_sizes(opened: OpenedSource, replay: Replay) -> None:
         except TransferError:
             found = None
         if wanted is not None and wanted != found:
-            raise DisagreementError(
-                f"Cannot make this call together: the processes disagree about the source. The size of {path}: process "
-                f"0 has {exact_bytes(wanted)}, this one has {'no such file' if found is None else exact_bytes(found)}. "
-                "Copy it again where it lies in several places"
+            raise _disagreement(
+                f"The size of {path}: process 0 has {exact_bytes(wanted)}, this one has "
+                f"{'no such file' if found is None else exact_bytes(found)}"
             )
+
+
+def _disagreement(what: str) -> DisagreementError:
+    return DisagreementError(
+        f"Cannot make this call together: the processes disagree about the source. {what}. Copy it again where it lies "
+        "in several places"
+    )

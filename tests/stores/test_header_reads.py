@@ -2,17 +2,18 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from checkpoints import write_gguf
+from checkpoints import largest_file, write_gguf
 from object_server import served
 from safetensors.numpy import save_file
 from saved_steps import save_step
 
-from shardload.errors import DisagreementError, TransferError, TruncatedSourceError
+from shardload.errors import DamagedError, DisagreementError, TransferError, TruncatedSourceError
 from shardload.loaders import open_manifest
 from shardload.pipeline.opening_together import open_together
 from shardload.resolve.opening import OpenedSource, open_source
@@ -197,3 +198,16 @@ def test_files_of_other_sizes_are_a_difference(tmp_path):
     shard.write_bytes(shard.read_bytes() + b"1234")
     with pytest.raises(DisagreementError, match=r"The size of .*00002.safetensors: process 0 has \d+ bytes, this one"):
         open_here(folder, packed)
+
+
+def test_another_save_of_the_same_step_is_a_difference_and_no_damage(tmp_path):
+    for name, note in (("one", "short"), ("other", "a longer one")):
+        (tmp_path / name).mkdir()
+        save_step(small_model(), tmp_path / name / "run", 3, note=note)
+    _, packed = noted(tmp_path / "one" / "run" / "3")
+    opener = partial(open_source, tmp_path / "other" / "run" / "3", None)
+    with pytest.raises(DisagreementError, match=r"disagree about the source\. By the headers of process 0.* has grown"):
+        open_together(Side(packed), opener)
+    largest_file(tmp_path / "other" / "run" / "3").write_bytes(b"")
+    with pytest.raises(DamagedError):
+        open_together(Side(packed), opener)

@@ -171,7 +171,7 @@ def judged(case, outputs, codes, ended):
             continue
         # A killed process 0 leaves the others no time to raise: what is said then is said by the process beside them.
         last = next((event["error"] for event in reversed(events[i]) if "error" in event), "")
-        said = last or next((line for line in output.splitlines() if line.startswith("shardload: ")), "")
+        said = last or "\n".join(line for line in output.splitlines() if line.startswith("shardload: "))
         found.said = found.said or said
         if not re.search(case.cause, said) and not (case.is_killed_first and "process 0 has ended" in said):
             found.wrong.append(f"process {i} said {said!r}, and not {case.cause!r}: {output[-2000:]}")
