@@ -56,7 +56,8 @@ _KEPT = ("MainThread", "event-loop-of-stores", "shardload-faults", "asyncio_")
 """Threads that may be there after a load."""
 CAUSES = {
     "403": "may not be read", "expired": "may not be read|ExpiredToken", "429": "429", "500": "500", "503": "503",
-    "404": "[Tt]here is no|lacks|missing|not found|does not exist", "no ranges": "ignores range|could not be read",
+    "404": "[Tt]here is no|lacks|missing|not found|does not exist|changed while the files",
+    "no ranges": "ignores range|could not be read",
     "page": "web page|log in|ignores range", "replaced": "changed|took its place|damaged|do not fit",
 }  # fmt: skip
 """Kind of fault → what an error says, if all faults were of this kind."""
