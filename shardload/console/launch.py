@@ -151,12 +151,12 @@ def _refused(by: Launcher, found: str) -> MeshError:
 
 DEFAULT_WAIT_S = 300
 """Seconds to wait until all processes have connected, as long as JAX waits: pods of a job may start minutes apart."""
-_DEAD_S = 28
+_DEAD_S = 60
 """Seconds after which JAX aborts this process if it has heard nothing from another process.
 
 Once connected, each process also sends a message every second. By these, shardload notices a lost process after 15 s.
-If this process waits inside JAX for the lost one, shardload ends it 8 s later, with a readable line. JAX's limit is
-longer than this, about 24 s in all, so that it takes effect only before the messages begin.
+If this process waits inside JAX for the lost one, shardload ends it 8 s later, with a readable line. JAX's processes
+send a message once in half of this time. So it notices a loss in the second half, after these 24 s in any case.
 """
 GiveUp = Callable[[MeshError], int]
 """Function that reports why the processes did not connect, and returns the exit code; called in a thread of its own."""

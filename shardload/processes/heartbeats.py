@@ -16,6 +16,7 @@ import atexit
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -40,8 +41,8 @@ RETURN_S = 1.0
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"
-_LEFT, _ENDING = "left", "ending"
-"""Last words of a process: it exits, through JAX's shutdown, or it ends at once."""
+_LEAVING, _LEFT, _ENDING = "leaving", "left", "ending"
+"""Last words of a process: it exits after an error, but waits for the others; it exits; it ends at once."""
 
 
 class Heartbeat:
@@ -77,11 +78,13 @@ class Heartbeat:
         self._heard: dict[int, tuple[str, float]] = {}
         """Each process's last beat, and when it came. A process without an entry (no beat yet) is never lost."""
         self._left: set[int] = set()
+        self._seen_off = False
+        """On other processes than 0: whether process 0 knows of no lost process, and exits."""
         self._told: list[Callable[[str], None]] = []
         self._telling = threading.Lock()
         self._spoken = threading.Event()
         self._leaving = threading.Event()
-        self._abandoned = False
+        self._abandoned = self._is_leaving = False
         self._rounds = 0
         self._found: dict[str, dict[str, str]] = {}
         self.each_beat: list[Callable[[], None]] = []
@@ -144,7 +147,7 @@ class Heartbeat:
         number = 0
         while self.lost is None and not self._leaving.is_set():
             try:
-                self._say(str(number))
+                self._say(_LEAVING if self._is_leaving else str(number))
                 self._listen()
             except Exception as error:  # an error of the coordination service
                 self._lose(f"Process 0, which runs the coordination service, cannot be reached: {first_line(error)}")
@@ -164,8 +167,9 @@ class Heartbeat:
         else:
             words = {} if (word := self._read(f"{_ALIVE}0")) is None else {0: word}
         for process, word in words.items():
-            if word.startswith((_LEFT, _ENDING)):
+            if word.startswith((_LEAVING, _LEFT, _ENDING)):
                 self._left.add(process)
+                self._seen_off = self._seen_off or not word.startswith(_LEAVING)
                 self._abandoned = self._abandoned or word.startswith(_ENDING)
             # Compare words and this machine's clock: the clocks of other machines may differ.
             elif word != self._heard.get(process, ("", now))[0]:
@@ -232,6 +236,8 @@ class Heartbeat:
         At exit, Python ends a daemon thread when it next takes the GIL; inside JAX's C++ code, this aborts the process.
         If process 0 was lost, its answer may never come, so the wait for the thread is short.
         """
+        if getattr(sys, "last_value", None) is not None:  # an error, perhaps because another process was killed
+            self._await_others()
         self._leaving.set()
         alone = self.lost is not None or self._abandoned
         self._thread.join(RETURN_S if alone else _LEAVE_S)
@@ -243,6 +249,15 @@ class Heartbeat:
                     self.see_off()
         if alone:
             self._let_go()
+
+    def _await_others(self) -> None:
+        """Wait until all processes exit, or one is lost: JAX would wait, too, and notice a loss after a minute only."""
+        self._is_leaving = True
+        until = time.monotonic() + 2 * self._silent_s
+        while self.lost is None and not self._abandoned and time.monotonic() < until:
+            if self._seen_off if self._index else self._heard.keys() <= self._left:
+                break
+            time.sleep(0.1)
 
     def say_ending(self) -> None:
         """Tell the others that this process ends at once, so that those that wait for its messages go on."""

@@ -94,9 +94,13 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
         is_first_gone = process > 0 and not _answers(coordinator)
         if not is_first_gone:
             os.write(2, b"".join(held))
-        sys.stderr.write(f"shardload: Process {process} ({host} pid {pid}) ended unexpectedly while {said}: ")
-        gone = f"process 0 has ended, and JAX, whose coordination service it ran at {coordinator}, ended the others"
-        sys.stderr.write(f"{gone if is_first_gone else 'most likely it was killed'}. Start all processes again\n")
+        why = "most likely it was killed"
+        if is_first_gone:
+            why = f"process 0 has ended, and JAX, whose coordination service it ran at {coordinator}, ended the others"
+        elif any(map(_FATAL.match, held)):
+            why = "JAX ended it, most likely because another process was lost; its own report is above"
+        doing = f"ended unexpectedly while {said or 'training'}"
+        sys.stderr.write(f"shardload: Process {process} ({host} pid {pid}) {doing}: {why}. Start all processes again\n")
     elif said != END:
         doing = said or "training"
         since = max(began, time.time() - _RECENT_S)

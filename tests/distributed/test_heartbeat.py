@@ -1,6 +1,7 @@
 """Who is taken for lost, and who is not; the key-value store is a dict."""
 
 import queue
+import sys
 import threading
 import time
 
@@ -113,3 +114,45 @@ def test_no_thread_is_in_the_service_when_the_interpreter_ends(store, at_exit, m
     leave()
     assert not speaker.is_alive()
     assert store.keys["shardload/alive/0"].startswith("left")
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """As after an uncaught error: Python has printed it, and runs what is to be done at exit."""
+    monkeypatch.setattr(sys, "last_value", RuntimeError("Gloo all-reduce failed"), raising=False)
+
+
+def leaving(leave):
+    thread = threading.Thread(target=leave)
+    thread.start()
+    return thread
+
+
+def test_a_process_that_fails_waits_until_it_is_known_whether_another_was_lost(store, at_exit, failing):
+    store.keys["shardload/alive/1"] = "7 host-b pid 9"
+    let_go = queue.Queue()
+    for index in (0, 2):
+        Heartbeat(store, index=index, beat_s=0.02, silent_s=1.5, let_go=lambda i=index: let_go.put(i)).start()
+    for thread in [leaving(leave) for leave in at_exit]:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert "Process 1 (host-b pid 9)" in store.keys["shardload/lost"]
+    assert {let_go.get(timeout=1), let_go.get(timeout=1)} == {0, 2}
+    at_exit.clear()
+
+
+def test_processes_that_all_fail_do_not_wait_for_long(store, at_exit, failing):
+    beats = [Heartbeat(store, index=i, beat_s=0.02, silent_s=60.0) for i in (0, 1, 2)]
+    for beat in beats:
+        beat.start()
+    assert lost(beats[0], within_s=0.2) is None
+    first, *others = at_exit
+    threads = [leaving(leave) for leave in others]
+    time.sleep(0.5)
+    assert all(thread.is_alive() for thread in threads)  # process 0 may still find that one was lost
+    with pytest.raises(ProcessLostError, match="Process 1 has ended while others waited"):
+        beats[0].check(1)
+    for thread in [leaving(first), *threads]:
+        thread.join(10)
+        assert not thread.is_alive()
+    at_exit.clear()
