@@ -124,7 +124,11 @@ class Writer:
         self.witness.note(f"step {job.step} was being saved")
         # Until the worker has the step: from then on, it is finished even if `fit` fails.
         with defer_interrupt():
-            staging = self._staging(job)
+            try:
+                staging = self._staging(job)
+            except ShardloadError as error:
+                _log_failure(error)
+                raise
             try:
                 begin = _begin(job, staging)
                 # In the worker, too: it stops if the joint call of this thread fails on another process.

@@ -160,6 +160,13 @@ def test_a_refused_write_is_told_and_leaves_no_step(server, caplog):
     assert len(said) == 1 and said[0].startswith("Cannot save step 2 to s3://bucket/run/2")
 
 
+def test_a_save_that_cannot_begin_is_logged_too(server, caplog, monkeypatch):
+    monkeypatch.setattr(remote_root.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(SaveError, match="are staged in") as caught:
+        train(f"{server.s3}/run", 1)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [str(caught.value)]
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
