@@ -122,6 +122,7 @@ def convert(
     """
     if is_bucket(dst):
         check_kind("overwrite", overwrite, bool, "True or False")
+        began = time.monotonic()
         with remote_target(str(dst), overwrite=overwrite, progress=as_progress(progress)) as remote:
             report = convert(
                 src,
@@ -137,7 +138,7 @@ def convert(
                 merge_lora=merge_lora,
                 base=base,
             )
-        return replace(report, target=remote.url)
+        return replace(report, target=remote.url, seconds=time.monotonic() - began)
     began = time.monotonic()
     # Check all that the arguments tell before anything is opened.
     check_kind("dst", dst, str | os.PathLike, "a path")
