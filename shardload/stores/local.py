@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import functools
 import os
 import re
 import shutil
 import stat
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -252,26 +255,50 @@ def located(path: str | os.PathLike[str] | Location) -> Location:
     return path if isinstance(path, Location) else Location(LOCAL, str(Path(path).absolute()))
 
 
-_private_folders: set[str] = set()
+_private_folders: dict[str, int] = {}
+"""Each folder of `make_private_folder`, with an open descriptor of it, locked as long as this process lives."""
+_COPIES = "shardload-copy-"
+_LOCKED_AFTER_S = 60.0
+"""Age in seconds at which a folder of a living process is locked for sure."""
 
 
 def make_private_folder() -> Path:
     """Create an empty folder for copies of files, which only this user can read."""
+    _remove_abandoned_folders()
     # `mkdtemp` gives the folder mode 0700.
-    folder = os.path.realpath(tempfile.mkdtemp(prefix="shardload-copy-"))
-    _private_folders.add(folder)
+    folder = os.path.realpath(tempfile.mkdtemp(prefix=_COPIES))
+    _private_folders[folder] = fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_EX)
     return Path(folder)
+
+
+@functools.cache
+def _remove_abandoned_folders() -> None:
+    """Remove private folders of processes that were killed: nobody has locked these."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_COPIES}*"):
+        with contextlib.suppress(OSError):  # of another user, or locked
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or time.time() - found.st_mtime < _LOCKED_AFTER_S:
+                continue
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)
 
 
 def remove_private_folder(folder: str | os.PathLike[str]) -> None:
     """Remove a folder that `make_private_folder` returned."""
-    _private_folders.discard(os.fspath(folder))
     shutil.rmtree(folder, ignore_errors=True)
+    if (fd := _private_folders.pop(os.fspath(folder), None)) is not None:
+        os.close(fd)
 
 
 def remove_private_folders() -> None:
     """Remove all folders of `make_private_folder`; for use before `os._exit`, which runs no cleanup functions."""
-    # A copy of the set, because `remove_private_folder` changes it.
+    # A copy, because `remove_private_folder` changes it.
     for folder in list(_private_folders):
         remove_private_folder(folder)
 

@@ -1,7 +1,10 @@
 import codecs
 import json
 import os
+import subprocess
+import sys
 from contextlib import closing
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -111,3 +114,23 @@ def test_a_byte_order_mark_and_blanks_at_the_end(tmp_path, after, length):
     document = {"name": "x" * length}
     (tmp_path / "x.json").write_bytes(codecs.BOM_UTF8 + (json.dumps(document) + after).encode())
     assert read_object(tmp_path / "x.json") == document
+
+
+def test_copies_of_a_killed_process_are_removed_by_the_next(tmp_path):
+    make = (
+        "from shardload.stores.local import make_private_folder as make; folder = make(); print(folder, flush=True); "
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    def start(then):
+        return subprocess.Popen([sys.executable, "-c", make + then], env=env, stdin=-1, stdout=-1, text=True)
+
+    killed, living = start("import os; os._exit(9)"), start("input()")
+    folders = [Path(one.stdout.readline().strip()) for one in (killed, living)]
+    killed.communicate()
+    for folder in folders:
+        (folder / "copy").write_bytes(b"x")
+        os.utime(folder, (0, 0))
+    start("").communicate()
+    assert [folder.exists() for folder in folders] == [False, True]
+    living.communicate("\n")
