@@ -357,10 +357,16 @@ class RemoteStaging:
 
 def _delete_files(uploads: Uploads, step: int, names: Iterable[str]) -> None:
     """Delete the files of a step without a record; shardload's last, as they show that it is no step of Orbax."""
-    found = [f"{step}/{name}" for name in names]
-    own = [name for name in found if name.startswith(f"{step}/{OWN_FOLDER}/")]
-    uploads.delete(set(found).difference(own))
-    uploads.delete(own)
+    found = set(names)
+    own = {name for name in found if name.startswith(f"{OWN_FOLDER}/")}
+    for group, rest in ((found - own, own), (own, set())):
+        uploads.delete(f"{step}/{name}" for name in sorted(group))
+        # A web page, such as one to log in to a proxy, looks like the answer that objects are deleted.
+        if left := uploads.sizes(str(step)).keys() - rest:
+            raise WriteError(
+                f"Cannot delete {uploads.shown(f'{step}/{min(left)}')}: the store says that it is deleted, but lists "
+                "it. Check what answers at its address, such as a proxy"
+            )
 
 
 def _check_others() -> None:

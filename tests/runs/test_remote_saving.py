@@ -323,6 +323,35 @@ def test_what_a_failed_save_left_goes_with_the_next_save_of_the_step_and_the_pla
     assert not staged(server)
 
 
+def test_a_page_in_place_of_an_answer_deletes_nothing(server, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+    url = f"{server.gs}/run"  # s3 answers with a list of what is deleted, which a page is not
+
+    def page(handler, key):
+        if handler.command == "DELETE" and "/3/" in key:
+            handler.read_body()
+            handler.send(200, b"<!DOCTYPE html><title>Log in</title>", {"Content-Type": "text/html"})
+            return True
+        if handler.command == "PUT" and "/3/pytree/" in key:
+            handler.read_body()
+            handler.refuse(403, "AccessDenied", {})
+            return True
+        return False
+
+    saver = shardload.Checkpointer(url, save_on_background=False)
+    saver.save(2, model())
+    server.fault = page
+    with pytest.raises(SaveError, match="Cannot save step 3"):
+        saver.save(3, model())
+    assert any(name.startswith("run/3/") for name in server.names()) and len(staged(server)) == 2
+    server.fault = None
+    saver.save(4, model())
+    with shardload.Checkpointer(url) as later:
+        later.save(5, model())
+    assert steps(url) == [2, 4, 5]
+    assert not [name for name in server.names() if name.startswith("run/3/")]
+
+
 @pytest.mark.parametrize("at", ["shardload/digests.json", "shardload/step.json"])
 def test_a_step_that_is_removed_while_it_is_listed_is_not_damaged(server, at):
     url = f"{server.s3}/run"
