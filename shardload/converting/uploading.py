@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.converting.publishing import listed_shards
-from shardload.errors import ShardloadError, UsageError, WriteError
+from shardload.errors import ShardloadError, TransferError, UsageError, WriteError
 from shardload.interrupts import defer_interrupt
 from shardload.loaders import recognise
 from shardload.progress import Progress
@@ -139,6 +139,8 @@ def _check_replaceable(url: str, name: str, before: Mapping[str, int], *, overwr
     try:
         assert found is not None
         recognise(found)
+    except TransferError as error:
+        raise WriteError(f"Cannot replace {url}: whether it is a checkpoint cannot be told. {error}") from error
     except ShardloadError:
         is_checkpoint = False
     else:

@@ -87,6 +87,16 @@ def test_a_model_is_saved_and_replaced(server, url):
         shardload.save_as(model(), url)
 
 
+def test_what_may_not_be_read_is_not_called_something_else(server):
+    url = f"{server.s3}/model.weights.h5"
+    shardload.save_as(model(), url)
+    server.fault = lambda handler, key: (
+        handler.command == "GET" and key.endswith(".h5") and (handler.refuse(400, "ExpiredToken", {}) or True)
+    )
+    with pytest.raises(WriteError, match=r"whether it is a checkpoint cannot be told\. .*ExpiredToken"):
+        shardload.save_as(model(), url, overwrite=True)
+
+
 def test_only_checkpoints_are_replaced(server):
     server.write("notes.weights.h5", b"my notes")
     with pytest.raises(WriteError, match=r"Cannot replace s3://bucket/notes.weights.h5: it is not a checkpoint"):
