@@ -94,7 +94,7 @@ class Location:
     def open(self) -> File:
         """Open the file; the caller closes it."""
         if (first := _first_seen.get()) is not None and self not in first and not self.store.is_remote:
-            with suppress(OSError):  # of a missing file, which is about to be reported
+            with suppress(OSError, ValueError):  # no such file, or no file name: `open` says it
                 first[self] = self.store.identity(self.key)
         opener = _opener.get()
         return self.store.open(self.key) if opener is None else opener(self)

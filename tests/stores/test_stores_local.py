@@ -11,7 +11,8 @@ import pytest
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError, UnsafeSourceError
 from shardload.stores.json_files import parse_object, read_object
-from shardload.stores.local import LocalFile, open_readonly, read_exact
+from shardload.stores.local import LocalFile, located, open_readonly, read_exact
+from shardload.stores.location import Fingerprint
 from shardload.stores.store import read_bytes
 
 
@@ -134,3 +135,9 @@ def test_copies_of_a_killed_process_are_removed_by_the_next(tmp_path):
     start("").communicate()
     assert [folder.exists() for folder in folders] == [False, True]
     living.communicate("\n")
+
+
+def test_a_path_that_is_no_file_name_is_the_same_error_while_files_are_noted(tmp_path):
+    for name in ("a\0b", "missing"):
+        with pytest.raises((SourceError, SourceNotFoundError)), Fingerprint.opening():
+            located(tmp_path / name).open()
