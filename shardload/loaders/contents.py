@@ -148,8 +148,8 @@ def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Lo
 def unchanging(index: Location) -> Iterator[None]:
     """Raise a `TransferError` if an index changes in the with block, in which the files that it lists are opened.
 
-    Who replaces a checkpoint removes its index first, and writes the new one last: files that were opened while it
-    stayed the same are of one version.
+    A program that replaces a checkpoint removes its index first and writes the new one last. So files that were opened
+    while the index stayed the same are of one version.
     """
     before = index.identity()
     try:

@@ -275,7 +275,7 @@ def make_private_folder() -> Path:
 
 @functools.cache
 def _remove_abandoned_folders() -> None:
-    """Remove private folders of processes that were killed: nobody has locked these."""
+    """Remove private folders of processes that were killed: the system has unlocked these."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_COPIES}*"):
         with contextlib.suppress(OSError):  # of another user, or locked
             found = folder.lstat()
