@@ -338,16 +338,16 @@ def test_a_page_in_place_of_an_answer_deletes_nothing(server, monkeypatch):
             return True
         return False
 
-    saver = shardload.Checkpointer(url, save_on_background=False)
-    saver.save(2, model())
-    server.fault = page
-    with pytest.raises(SaveError, match="Cannot save step 3"):
-        saver.save(3, model())
-    assert any(name.startswith("run/3/") for name in server.names()) and len(staged(server)) == 2
-    server.fault = None
-    saver.save(4, model())
-    with shardload.Checkpointer(url) as later:
-        later.save(5, model())
+    with shardload.Checkpointer(url, save_on_background=False) as saver:
+        saver.save(2, model())
+        server.fault = page
+        with pytest.raises(SaveError, match="Cannot save step 3"):
+            saver.save(3, model())
+        assert any(name.startswith("run/3/") for name in server.names()) and len(staged(server)) == 2
+        server.fault = None
+        saver.save(4, model())
+        with shardload.Checkpointer(url) as later:
+            later.save(5, model())
     assert steps(url) == [2, 4, 5]
     assert not [name for name in server.names() if name.startswith("run/3/")]
 

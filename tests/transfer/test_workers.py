@@ -43,6 +43,7 @@ def test_what_fails_wakes_the_caller_at_once(workers, error):
 
 
 def test_closing_drops_what_has_not_begun():
+    before = set(threading.enumerate())
     workers, gate, done = WorkerThreads(1), threading.Event(), []
     begun = threading.Event()
     workers.submit(0, lambda: (begun.set(), gate.wait(30)))
@@ -51,13 +52,14 @@ def test_closing_drops_what_has_not_begun():
     assert begun.wait(30)
     threading.Timer(0.1, gate.set).start()
     workers.close()
-    assert done == [] and not any(t.name.startswith("shardload") for t in threading.enumerate())
+    assert done == [] and not any(t.name.startswith("shardload") for t in set(threading.enumerate()) - before)
 
 
 def test_all_threads_stand_by_before_there_is_work():
+    before = set(threading.enumerate())
     workers = WorkerThreads(3)
     try:
-        assert sum(t.name.startswith("shardload") for t in threading.enumerate()) == 3
+        assert sum(t.name.startswith("shardload") for t in set(threading.enumerate()) - before) == 3
     finally:
         workers.close()
 
