@@ -70,8 +70,10 @@ kills: $(STAMP)  ## kill -9 a run that saves, fifty times
 
 faults: export PYTHONPATH := tests:tests/support:tests/loading
 faults: $(STAMP)  ## LOADS loads (600) from a store that fails at random: exact, or an error with the cause; SAVES (400) to one: complete or absent
-	$(BIN)/python -m fault_runs --n $(LOADS) --at-once 2
-	$(BIN)/python -m save_fault_runs --n $(SAVES) --at-once 4
+	@failed=0; \
+	$(BIN)/python -m fault_runs --n $(LOADS) --at-once 2 || failed=1; \
+	$(BIN)/python -m save_fault_runs --n $(SAVES) --at-once 4 || failed=1; \
+	exit $$failed
 
 models: $(STAMP)  ## random models of Keras by every writer, read by Keras and by us: MODELS of them (500)
 	SHARDLOAD_MODELS=$(MODELS) $(BIN)/python -m pytest tests/converting/test_random_models.py

@@ -166,7 +166,7 @@ def run_load(
     # Open: headers only. From here on, a file that changes is an error.
     clock, cache = Clock(), reporting.CacheMeter()
     with clock("other"), Fingerprint.opening():
-        source = open_together(call, opener)
+        source = open_together(call, opener, builds=request.matching.builds)
         files = Fingerprint.of(source.manifest.files, folder=source.manifest.location)
     # Place: once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()

@@ -2,6 +2,8 @@
 
 Without this, 512 hosts would read the headers of 191 files each before a load of 405 B parameters. The others compare
 the sizes of the files; contents are compared before the first byte is read (`shardload.pipeline.source_facts`).
+
+The tokenizer in a bucket is handed out with the headers if the model is built: KerasHub opens it on this machine.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardload.errors import DisagreementError, ShardloadError, TransferError
+from shardload.loaders import spec_of
 from shardload.processes.joint_call import Call
 from shardload.resolve.opening import OpenedSource
 from shardload.stores.header_reads import Replay, noting, replaying, root_of
 from shardload.units import exact_bytes
 
 
-def open_together(call: Call, opener: Callable[[], OpenedSource]) -> OpenedSource:
-    """Open a source on all processes of a call by ``opener``; only process 0 reads its headers, where it can."""
+def open_together(call: Call, opener: Callable[[], OpenedSource], *, builds: bool = False) -> OpenedSource:
+    """Open a source on all processes of a call by ``opener``; only process 0 reads its headers, where it can.
+
+    With ``builds``, a model is built from what is opened: process 0 also reads the tokenizer and other small files.
+    """
     if call.is_alone:
         return opener()
     mine: list[OpenedSource] = []
@@ -24,6 +30,7 @@ def open_together(call: Call, opener: Callable[[], OpenedSource]) -> OpenedSourc
     def read() -> bytes | None:
         with noting() as noted:
             mine.append(opener())
+            _copy_small_files(mine[0], builds=builds)
         return noted.pack(mine[0].manifest.location)
 
     packed = call.hand_out(read, "the headers")
@@ -31,17 +38,30 @@ def open_together(call: Call, opener: Callable[[], OpenedSource]) -> OpenedSourc
         return mine[0]
     if packed is None:  # too much to be kept in memory, or a place that each process must ask for itself
         return opener()
-    try:
-        with replaying(packed) as replay:
+    wrong: ShardloadError | None = None
+    is_same = False
+    with replaying(packed) as replay:
+        try:
             opened = opener()
-    except ShardloadError as error:
+        except ShardloadError as error:
+            wrong = error
+        else:
+            if is_same := replay.is_of(opened.manifest.location):
+                _copy_small_files(opened, builds=builds)
+    if wrong is not None:
         opener()  # raises what is wrong with the files of this process
-        # Not `from error`: it may be damage, of which the other processes know nothing.
-        raise _disagreement(f"By the headers of process 0, those of this one are wrong: {error}") from None
-    if not replay.is_of(opened.manifest.location):  # another step, or a folder of another name
+        # Not `from wrong`: it may be damage, of which the other processes know nothing.
+        raise _disagreement(f"By the headers of process 0, those of this one are wrong: {wrong}")
+    if not is_same:  # another step, or a folder of another name
         return opener()
     _check_sizes(opened, replay)
     return opened
+
+
+def _copy_small_files(source: OpenedSource, *, builds: bool) -> None:
+    """Copy the small files of a checkpoint at an address to this machine, where KerasHub opens them later."""
+    if builds and spec_of(source.manifest).described_by in ("keras-hub", "hugging-face"):
+        source.manifest.location.local_folder()
 
 
 def _check_sizes(opened: OpenedSource, replay: Replay) -> None:

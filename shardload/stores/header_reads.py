@@ -21,8 +21,8 @@ from shardload.stores.objects import StoreFacts
 from shardload.stores.remote import RemoteStore, knowing
 from shardload.stores.store import File, Store
 
-MOST_BYTES = 32 << 20
-"""Most bytes that are noted. A header has up to some MB; whoever reads more reads values."""
+MOST_BYTES = 64 << 20
+"""Most bytes that are noted. Headers have up to some MB, a tokenizer 35 MB; whoever reads more reads values."""
 
 
 @dataclass(slots=True)

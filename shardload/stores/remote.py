@@ -13,7 +13,7 @@ import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
@@ -302,10 +302,10 @@ class RemoteStore(Store):
     def _copy(self, key: str) -> None:
         if self._copies.has(key):
             return
-        file = self.open(key)
-        self._bound(key, file.n_bytes)
-        data = memoryview(bytearray(file.n_bytes))
-        file.read_into(data, 0)
+        with closing(Location(self, key).open()) as file:  # by what notes reads for other processes, or has their notes
+            self._bound(key, file.n_bytes)
+            data = memoryview(bytearray(file.n_bytes))
+            file.read_into(data, 0)
         self._check(key, data)
         self._copies.write(key, data, shown=self.shown(key))
 

@@ -143,6 +143,36 @@ def test_headers_in_a_bucket_are_read_once_and_later_reads_keep_to_their_version
             path.open().read_into(memoryview(bytearray(8)), found.files[path] - 8)
 
 
+class FirstSide:
+    """Process 0 of a call of several; keeps what it hands out."""
+
+    is_alone = False
+
+    def hand_out(self, do, what):
+        self.packed = do()
+        return self.packed
+
+
+def test_a_tokenizer_in_a_bucket_is_handed_out_with_the_headers_if_a_model_is_built(tmp_path, monkeypatch):
+    folder = hugging_face(tmp_path / "source")
+    vocabulary = np.random.default_rng(0).bytes(300 << 10)  # more than the page of which a file's size is read
+    (folder / "tokenizer.model").write_bytes(vocabulary)
+    with served(tmp_path, monkeypatch) as server:
+
+        def opened_by(side, *, builds):
+            server.requests.clear()
+            opener = partial(open_source, f"{server.s3}/source", None)
+            source = open_together(side, opener, builds=builds)
+            copy = source.manifest.location.local_folder() / "tokenizer.model"
+            return copy.read_bytes(), server.sent_of("tokenizer")
+
+        found, sent = opened_by(FirstSide(), builds=False)
+        assert found == vocabulary and len(vocabulary) <= sent
+        opened_by(kept := FirstSide(), builds=True)
+        found, sent = opened_by(Side(kept.packed), builds=True)
+        assert found == vocabulary and sent == 0
+
+
 def test_each_process_reads_headers_of_a_web_server_which_may_make_tags_of_its_own(tmp_path, monkeypatch):
     gguf(tmp_path / "source")
     with served(tmp_path, monkeypatch) as server:
