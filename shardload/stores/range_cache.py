@@ -85,7 +85,7 @@ class CacheTraffic:
             self.fetched - before.fetched,
             self.stored - before.stored,
             self.left_out - before.left_out,
-            self.notes[len(before.notes) :],
+            tuple(dict.fromkeys(self.notes[len(before.notes) :])),  # two files may be noted by turns
         )
 
 

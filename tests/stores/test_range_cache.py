@@ -158,6 +158,15 @@ def test_a_damaged_file_is_discarded_with_a_note(cache, kind):
         assert read(cache, 0, len(DATA)) == DATA
 
 
+def test_files_that_are_noted_by_turns_are_noted_once(cache):
+    cache.note("noted before")
+    before = cache.traffic
+    for _ in range(3):
+        cache.note("a")
+        cache.note("b")
+    assert cache.traffic.since(before).notes == ("a", "b")
+
+
 def test_a_file_of_another_object_is_not_read(cache):
     other = CachedObject("s3://bucket/other", "etag abc", OBJECT.size)
     keep(cache, 0, 5000, found=other)
