@@ -4,6 +4,7 @@
     broadcast    each byte is read by one process, and the others get it by collectives (gloo, on CPUs)
 
 The processes run on this machine and alternate both ways in one run; a round ends when the slowest process has loaded.
+Both must give the same bits on every device, by checksums.
 Bytes are those of `/proc/self/io`, which counts what a process reads from files, cached or not. All processes share
 this machine's cores and page cache: seconds say little about many hosts with one store; bytes do.
 
@@ -26,8 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.folders import gemma3_with_text
 from benchmarks.store_server import StoreServer
@@ -51,6 +55,7 @@ def child(source: str, mesh: str, rounds: int, *numbers: int) -> None:
     import shardload
 
     runs: list[dict[str, Any]] = []
+    bits: list[list[Any]] = []
     for number in range(rounds + 1):
         for way in WAYS if number % 2 else reversed(WAYS):
             _wait_for_all(f"{number} {way} begins")
@@ -69,8 +74,17 @@ def child(source: str, mesh: str, rounds: int, *numbers: int) -> None:
                 "needed": report.cluster.needed, "received": report.cluster.received[index],
                 "exchanged": report.cluster.exchanged, "variables": report.variables,
             })  # fmt: skip
+            if not number:
+                bits.append(_checksums(model))
             del model
+    assert bits[0] == bits[1], "the two ways gave different bits"
     sys.stdout.write(json.dumps(runs) + "\n")
+
+
+def _checksums(model: Any) -> list[Any]:
+    """Checksums of all that this process's devices have, variable by variable."""
+    shards = ((variable.path, shard) for variable in model.variables for shard in variable.value.addressable_shards)
+    return [(path, str(shard.index), zlib.crc32(np.asarray(shard.data).view(np.uint8))) for path, shard in shards]
 
 
 def _wait_for_all(what: str) -> None:
