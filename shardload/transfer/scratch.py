@@ -132,10 +132,16 @@ class RowCopy:
             self.dtype = np.dtype(bits) if run is None else run
             self.target = self.target.view(self.dtype)
 
-    def source(self, scratch: NDArray[np.uint8], *, rows: int | None = None) -> NDArray[Any]:
-        """Return a NumPy view of this part's elements in ``scratch``: of ``rows``, by default as many as fit there."""
-        shape = self.shape if rows is None else (rows, *self.shape[1:])
-        return np.ndarray(shape, self.dtype, scratch.data, self.offset, self.strides)
+    def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return a NumPy view of this part's elements in ``scratch``: of as many rows as are there.
+
+        The last step of a block may end within a row, behind the last element that is needed.
+        """
+        inner = sum((n - 1) * stride for n, stride in zip(self.shape[1:], self.strides[1:], strict=True) if stride > 0)
+        fitting = (scratch.nbytes - self.offset - inner - self.dtype.itemsize) // self.strides[0] + 1
+        rows = max(0, min(self.shape[0], fitting))
+        offset = self.offset if rows else 0
+        return np.ndarray((rows, *self.shape[1:]), self.dtype, scratch.data, offset, self.strides)
 
     def move(self, source: NDArray[Any], start: int, stop: int) -> None:
         """Copy this part's elements of the block's rows ``start`` to ``stop``; row ``start`` is row 0 of ``source``."""
@@ -143,6 +149,8 @@ class RowCopy:
         if a >= b:
             return
         target, source = self.target[a - self.first : b - self.first], source[a - start : b - start]
+        if target.shape != source.shape:  # NumPy would copy a single row into all
+            raise ValueError(f"rows {a} to {b} of a block should be {target.shape}, but {source.shape} are in memory")
         if self.is_cast:
             copy(target, source)
         else:

@@ -341,12 +341,8 @@ class _Staged:
     @classmethod
     def of(cls, task: Task, memory: NDArray[np.uint8]) -> _Staged:
         """Make the views of memory that has a whole step, or the last one of a block, which may be shorter."""
-        block, itemsize = task.block, task.tensor.dtype.itemsize
-        flat = _flat(memory, block, task.tensor, task.row)
-        rows = None
-        if block.row_elements and memory.nbytes < block.step * itemsize:
-            rows = memory.nbytes // (block.row_elements * itemsize)
-        return cls(task, flat, [(row_copy, row_copy.source(memory, rows=rows)) for row_copy in task.row_copies])
+        flat = _flat(memory, task.block, task.tensor, task.row)
+        return cls(task, flat, [(row_copy, row_copy.source(memory)) for row_copy in task.row_copies])
 
     def copy_step(self, step: int) -> None:
         """Copy the elements of step number ``step`` to the shards."""

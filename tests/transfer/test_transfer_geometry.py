@@ -1,9 +1,13 @@
 """Whatever the view, the layout and the block size: shards equal the NumPy view, sliced."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_store import RemoteMemoryStore
 from transfer_harness import Chunks, Rows, check, load, manifest_of
 
 from shardload.errors import LayoutError
@@ -11,6 +15,7 @@ from shardload.manifest import View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
+from shardload.stores.location import Location
 from shardload.transfer.planning import Binding, plan_transfers
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
@@ -69,6 +74,13 @@ def view_of(name, value, seen):
     return View(name, start, seen.shape, tuple(abs(s) // itemsize for s in seen.strides))
 
 
+def in_remote_store(manifest):
+    """The same file in a remote store, whose ranges are used where they arrived: they end with what is needed."""
+    path = Location(RemoteMemoryStore({"f.bin": Path(manifest.source).read_bytes()}), "f.bin")
+    tensors = {name: replace(t, storage=replace(t.storage, path=path)) for name, t in manifest.tensors.items()}
+    return replace(manifest, location=path, tensors=tensors, files={path: max(manifest.files.values())})
+
+
 def loaded_by_any_plan(data, manifest, targets, *, placement, staged):
     """Load by a plan whose thresholds are drawn, those for staging from ``staged``."""
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +91,8 @@ def loaded_by_any_plan(data, manifest, targets, *, placement, staged):
         patch.setattr("shardload.transfer.load_plan.SKIP_BYTES", skip)
         patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
-        plan = plan_transfers(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)
+        least = 16 if manifest.location.store.is_remote else 1
+        plan = plan_transfers(manifest, targets, host_memory_bytes=least << 20, block_bytes=block_bytes)
         return load(plan, manifest, placement=placement)
 
 
@@ -95,11 +108,13 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     decoded, alignment = data.draw(st.booleans()), data.draw(st.sampled_from([1, 4]))
     source = Rows(value, path=located(path), alignment=alignment) if decoded else value
     manifest = manifest_of(path, {"pad": np.zeros(data.draw(st.integers(0, 3)), np.uint8), "t": source})
+    if not decoded and data.draw(st.booleans()):
+        manifest = in_remote_store(manifest)
     layout = data.draw(layouts(seen.shape))
     target = Binding("v", view_of("t", value, seen), value.dtype, layout)
     found, stats = loaded_by_any_plan(data, manifest, [target], placement=placement, staged=[8, 40, 100, 1 << 20])
     check(found["v"], seen, layout)
-    assert stats.peak_staging_bytes <= 1 << 20
+    assert stats.peak_staging_bytes <= (16 if manifest.location.store.is_remote else 1) << 20
 
 
 @st.composite
@@ -144,3 +159,15 @@ def test_a_view_that_reshapes_chunks_is_refused(tmp_path):
         plan_transfers(
             manifest, [Binding("v", View("t", 0, (64,), (1,)), value.dtype, layout)], host_memory_bytes=1 << 20
         )
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 2560])
+@pytest.mark.parametrize("columns", [slice(0, 2), slice(0, 24), slice(8, 40), slice(24, 48)])
+@pytest.mark.parametrize("spec", [((), ("model",)), ((), ())])
+def test_columns_of_a_remote_tensor_end_within_its_last_row(tmp_path, rows, columns, spec):
+    value = np.arange(rows * 48, dtype=np.float32).reshape(rows, 48)
+    manifest = in_remote_store(manifest_of(tmp_path / "f.bin", {"t": value}))
+    seen, layout = value[:, columns], Layout(MeshSpec.parse("1x2"), spec)
+    target = Binding("v", view_of("t", value, seen), value.dtype, layout)
+    found, _ = load(plan_transfers(manifest, [target], host_memory_bytes=16 << 20), manifest)
+    check(found["v"], seen, layout)
