@@ -60,7 +60,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve.opening import find_source
 from shardload.runs import digests
 from shardload.runs.listing import is_ours
-from shardload.stores.clients import is_bucket
+from shardload.stores.clients import Address, is_bucket
 from shardload.stores.local import local_target, working_folder
 from shardload.stores.location import Fingerprint, Location
 from shardload.typing import DTypeLike, PathLike
@@ -123,6 +123,7 @@ def convert(
     if is_bucket(dst):
         check_kind("overwrite", overwrite, bool, "True or False")
         began = time.monotonic()
+        _refuse_overlap(src, str(dst))
         with remote_target(str(dst), overwrite=overwrite, progress=as_progress(progress)) as remote:
             report = convert(
                 src,
@@ -190,6 +191,16 @@ def convert(
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
     counts, seconds = (len(plan.tensors), plan.nbytes, resumed), time.monotonic() - began
     return ConvertReport(source.manifest.source, str(target), plan.format, *counts, seconds, notes, preparing_s)
+
+
+def _refuse_overlap(src: PathLike, dst: str) -> None:
+    """Raise if the target in a bucket is the source, or one contains the other."""
+    found = find_source(src).location
+    if not found.store.is_remote:
+        return
+    one, two = (f"{Address.parse(text).url.rstrip('/')}/" for text in (str(found), dst))
+    if one.startswith(two) or two.startswith(one):
+        raise UsageError(f"Cannot convert {found} to {dst}: one contains the other. Choose a target outside the source")
 
 
 def _write(

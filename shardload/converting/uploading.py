@@ -4,12 +4,13 @@
                                                    ─►  config.json, then the index
 
 A reader never finds an index before its files. A long file is one object, which appears when all its parts are there.
-If the upload fails or is interrupted, what was uploaded is deleted.
+If the upload fails or is interrupted, what was uploaded is deleted. A replaced checkpoint whose data are one object is
+put back then; one of several objects was deleted before the upload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ from shardload.runs.remote_root import staging_disk
 from shardload.runs.step import NAME
 from shardload.stores.clients import Address
 from shardload.stores.json_files import MAX_JSON_BYTES
+from shardload.stores.objects import Version
 from shardload.stores.remote import location_of
+from shardload.stores.requests import Requests
 from shardload.stores.uploads import Uploads
 
 _LAST = (".json", "config.json", "model.safetensors.index.json", ".weights.json", DIGESTS_FILE)
@@ -63,26 +66,66 @@ class RemoteTarget:
         gone = {n for n in self.before if n == self.path.name or n.startswith(f"{self.path.name}/")} - made.keys()
         gone |= (self.copied.keys() - found.keys()) | (self.shards & self.before.keys()) - made.keys()
         groups = [{n: p for n, p in made.items() if _rank(n) == rank} for rank in range(len(_LAST) + 1)]
+        lists, data = ({n for n in (*replaced, *gone) if bool(_rank(n)) is ranked} for ranked in (True, False))
+        # One object, which appears whole in place of the old one: until then, the old checkpoint can be had back.
+        old = _Old.of(self.uploads, lists, data) if len(data) <= 1 and not data & gone else None
         progress.start(sum(p.stat().st_size for p in made.values()), f"Uploading {self.path.name}")
+        begun: list[str] = []
         try:
             # First, so that a new file is never taken for a part of the old checkpoint: what makes others a checkpoint,
             # and then these, as all shards of a folder are a checkpoint without an index, too.
-            self.uploads.delete(n for n in (*replaced, *gone) if _rank(n))
-            data = {n for n in (*replaced, *gone) if not _rank(n)}
-            if len(data) > 1 or data & gone:  # else it is one object, which appears whole in place of the old one
+            self.uploads.delete(lists)
+            if old is None:
                 self.uploads.delete(data)
             for group in groups:
+                begun += group
                 self.uploads.put_files(group, advance=progress.advance)
             self.uploads.delete(gone)
-        except BaseException:
-            self._take_back(made)
+        except BaseException as error:
+            is_back = self._take_back(begun, old)
+            state = f"Nothing is left at {self.url} of what was written."
+            if lists or data:
+                state += f" The old checkpoint {'is there again' if is_back else 'was deleted before the upload'}."
+            error.add_note(state)
             raise
         finally:
             progress.stop()
 
-    def _take_back(self, made: Mapping[str, Path]) -> None:
+    def _take_back(self, begun: Sequence[str], old: _Old | None) -> bool:
+        """Delete what was uploaded; return whether the old checkpoint is there again."""
         with defer_interrupt(), suppress(ShardloadError):
-            Uploads(self.uploads.url, most_s=_GIVING_UP_S).delete(sorted(made, key=_rank, reverse=True))
+            uploads = Uploads(self.uploads.url, most_s=_GIVING_UP_S)
+            is_old = old is not None and old.has_its_data(uploads)
+            kept = old.versions if old is not None and is_old else {}
+            uploads.delete(sorted(set(begun) - kept.keys(), key=_rank, reverse=True))
+            if old is not None and is_old:
+                old.put_back(uploads)
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Old:
+    """A checkpoint that is replaced: its object with data, if it has one, and what the others contain."""
+
+    versions: Mapping[str, Version | None]
+    contents: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, uploads: Uploads, lists: Iterable[str], data: Iterable[str]) -> _Old:
+        """Read what is needed to put the checkpoint together again; `lists` are small."""
+        read = {name: uploads.read(name) for name in sorted(lists)}
+        versions = {name: Requests(uploads.url).version(name) for name in data}
+        return cls(versions, {name: found[0] for name, found in read.items() if found is not None})
+
+    def has_its_data(self, uploads: Uploads) -> bool:
+        """Whether the object with data is still the same."""
+        return all(Requests(uploads.url).version(name) == version for name, version in self.versions.items())
+
+    def put_back(self, uploads: Uploads) -> None:
+        """Upload the others again, the last ones last."""
+        for name in sorted(self.contents, key=_rank):
+            uploads.put(name, self.contents[name])
 
 
 @contextmanager
@@ -107,13 +150,13 @@ def remote_target(url: str, *, overwrite: bool, progress: Progress) -> Iterator[
         copied = _copied(uploads, name, before, folder)
         shards = _shards(uploads, name, before, folder)
         target = RemoteTarget(uploads.shown(name), folder / name, uploads, before, copied, shards)
-        yield target
+        try:
+            yield target
+        except BaseException as error:
+            # They say how to continue in the folder, but it is removed: a conversion to a bucket starts again.
+            error.__notes__ = []
+            raise
         target.upload(overwrite=overwrite, progress=progress)
-    except BaseException as error:
-        # They say how to continue in the folder, but it is removed: a conversion to a bucket starts again.
-        error.__notes__ = []
-        error.add_note(f"Nothing is left at {uploads.shown(name)} of what was written.")
-        raise
     finally:
         staging.discard()
 

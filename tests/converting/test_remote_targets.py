@@ -1,5 +1,6 @@
 """Checkpoints written to buckets: complete under their names, or not there."""
 
+import itertools
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from bucket_server import bucket
 
 import shardload
 from shardload.comparing import diff
-from shardload.errors import WriteError
+from shardload.errors import UsageError, WriteError
 from shardload.stores import uploads
 from shardload.synth import synth
 from shardload.verifying import verify
@@ -125,9 +126,54 @@ def test_no_shard_of_a_replaced_folder_is_there_with_a_new_one(server, gemma, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(uploads.Uploads, "put_files", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         shardload.convert(gemma, url, overwrite=True, **options)
+    assert caught.value.__notes__[0].endswith("The old checkpoint was deleted before the upload.")
     assert seen == [[]]  # all shards of a folder are a checkpoint even without an index
+
+
+def contents(server):
+    return {name: (server.folder / name).read_bytes() for name in server.names()}
+
+
+@pytest.mark.parametrize("refused", ["PUT", "DELETE"])
+@pytest.mark.parametrize("name", ["folder", "file.weights.h5"])
+def test_a_replaced_checkpoint_of_one_object_with_data_is_there_again_after_an_error(server, gemma, name, refused):
+    url, options = f"{server.s3}/{name}", {} if name.endswith("h5") else {"to": "safetensors"}
+    shardload.convert(gemma, url, **options)
+    before = contents(server)
+    if name.endswith("h5"):
+        assert sorted(before) == ["file.json", "file.weights.h5"]
+
+    deleted = itertools.count()
+
+    def refuse(handler, key):
+        if refused == "PUT":
+            is_refused = handler.command == "PUT" and key.endswith((".h5", ".safetensors"))
+        else:  # the first one deletes what was written to see whether it can be
+            is_refused = handler.command == "POST" and handler.path.endswith("?delete") and next(deleted) > 0
+        if is_refused:
+            handler.read_body()
+            handler.refuse(403, "AccessDenied", {})
+        return is_refused
+
+    server.fault = refuse
+    with pytest.raises(WriteError, match="HTTP status 403") as caught:
+        shardload.convert(gemma, url, dtype="float16", overwrite=True, **options)
+    assert contents(server) == before
+    assert caught.value.__notes__ == [
+        f"Nothing is left at {url} of what was written. The old checkpoint is there again."
+    ]
+
+
+@pytest.mark.parametrize(("source", "target"), [("a", "a"), ("a", "a/b"), ("a/b", "a"), ("a.weights.h5",) * 2])
+def test_a_source_is_not_replaced_by_what_is_made_of_it(server, gemma, source, target):
+    options = {} if source.endswith("h5") else {"to": "safetensors"}
+    shardload.convert(gemma, f"{server.s3}/{source}", **options)
+    before = contents(server)
+    with pytest.raises(UsageError, match="one contains the other") as caught:
+        shardload.convert(f"{server.s3}/{source}", f"{server.s3}/{target}", overwrite=True, **options)
+    assert contents(server) == before and not getattr(caught.value, "__notes__", [])
 
 
 def test_an_error_leaves_nothing(server, gemma, tmp_path):
