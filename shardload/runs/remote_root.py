@@ -47,6 +47,13 @@ _GIVING_UP_S = 10.0
 """For how long the requests that clean up after a failure are repeated."""
 _OWNED: dict[str, tuple[Ownership, int]] = {}
 """URL → what this process owns, and how many savers use it."""
+_SAVING: set[tuple[str, int]] = set()
+_SAVED: set[tuple[str, int]] = set()
+"""URL and number of each step that this process saves, or has saved."""
+_TWO_SAVERS = (
+    "This process saves it. Save under another number, or remove it first. Two callbacks of one fit() cannot share a "
+    "folder: give one of them all rules (max_to_keep, keep_best, keep_every_steps, …), or each its own folder"
+)
 _LOCK = threading.Lock()
 
 
@@ -92,8 +99,12 @@ class RemoteRoot:
             self.uploads.delete(probe for name in names if (probe := f"{_MARKS}/{name}").startswith(PROBE))
             for mark in filter(_MARK.fullmatch, names):
                 token = mark.removesuffix(".json")
-                marks = [*(n for n in names if n.startswith(f"{token}/")), mark]
-                self._clear(int(mark.partition("-")[0]), [f"{_MARKS}/{name}" for name in marks])
+                step = int(mark.partition("-")[0])
+                with _LOCK:  # another saver of this process may be at work
+                    is_stale = (self.place, step) not in _SAVING
+                if is_stale:
+                    marks = [*(n for n in names if n.startswith(f"{token}/")), mark]
+                    self._clear(step, [f"{_MARKS}/{name}" for name in marks])
 
     def begin(self, step: int, *, n_bytes: int) -> RemoteStaging:
         """Begin a step of ``n_bytes`` on this process; raise if it exists already, or the local disk has no room."""
@@ -102,13 +113,13 @@ class RemoteRoot:
         self._own()
         self._check_room(step, n_bytes)
         token = f"{step}-{secrets.token_hex(4)}"
-        with self._explained(f"save step {step} to {self.place}"):
+        with self._explained(f"save step {step} to {self.place}"), self._saving(step):
             if step in self.leftovers:
                 self._clear(step, self.leftovers[step])
                 del self.leftovers[step]
             self._refuse_existing(step)
             self.uploads.put(f"{_MARKS}/{token}.json", b"{}", only_new=True)
-        return RemoteStaging(self, step, token, Staging.begin(Root(staging_disk()), step))
+            return RemoteStaging(self, step, token, Staging.begin(Root(staging_disk()), step))
 
     def join(self, token: str, *, n_bytes: int) -> RemoteStaging:
         """Begin on this process a step that process 0 has begun: `RemoteStaging.tell` has told the token."""
@@ -166,12 +177,33 @@ class RemoteRoot:
             made.errno = errno.ENOSPC
             raise made
 
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """Note that this process saves a step; raise if another saver of it does, before their files are mixed."""
+        with _LOCK:
+            if (self.place, step) in _SAVING:
+                raise StepExistsError(f"Cannot save step {step}: {self.shown(step)} is being saved. {_TWO_SAVERS}")
+            _SAVING.add((self.place, step))
+        try:
+            yield
+        except BaseException:
+            self.end(step)
+            raise
+
+    def end(self, step: int, *, is_saved: bool = False) -> None:
+        """Note that this process no longer saves a step."""
+        with _LOCK:
+            _SAVING.discard((self.place, step))
+            if is_saved:
+                _SAVED.add((self.place, step))
+
     def _refuse_existing(self, step: int) -> None:
         found = self.uploads.sizes(str(step), trusts_none=True)  # a web page would refuse the write that follows
         if DIGESTS_FILE in found:
+            is_own = (self.place, step) in _SAVED
+            way_out = _TWO_SAVERS if is_own else "Remove it, resume from it, or save to another folder"
             raise StepExistsError(
-                f"Cannot save step {step}: {self.shown(step)} exists, and a saved step is never overwritten. Remove "
-                "it, resume from it, or save to another folder"
+                f"Cannot save step {step}: {self.shown(step)} exists, and a saved step is never overwritten. {way_out}"
             )
         if found:
             raise StepExistsError(
@@ -312,6 +344,7 @@ class RemoteStaging:
         with suppress(ShardloadError):  # the step is saved: the next run deletes what is left in .staging
             self.root.uploads.delete(self._marks())
         self._finish()
+        self.root.end(self.step, is_saved=True)
         return self.shown
 
     def discard(self) -> None:
@@ -325,6 +358,8 @@ class RemoteStaging:
             self._take_back(Uploads(self.root.place, most_s=_GIVING_UP_S), mine)
         except ShardloadError:  # the next save of this step, or the next run, removes what stays
             self.root.leftovers.setdefault(self.step, []).extend(self._marks())
+        finally:
+            self.root.end(self.step)
 
     def _take_back(self, uploads: Uploads, mine: bytes | None) -> None:
         self.root.check(self.step)

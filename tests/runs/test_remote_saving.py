@@ -323,6 +323,21 @@ def test_what_a_failed_save_left_goes_with_the_next_save_of_the_step_and_the_pla
     assert not staged(server)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_two_callbacks_of_one_folder_are_told_the_way_out(server, scheme):
+    url = f"{getattr(server, scheme)}/run"
+    make = shardload.callbacks.OrbaxCheckpoint
+    callbacks = [make(url), make(url, "loss", save_best_only=True)]
+    x = np.zeros((32, 64), np.float32)
+    trained = model()
+    with pytest.raises(StepExistsError, match=r"Cannot save step \d+: .*Two callbacks.*give one of them all rules"):
+        trained.fit(x, x, batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
+    for one in callbacks:
+        one.on_train_end()  # waits for its saves, as the end of the program does
+    [step, *_] = steps(url)  # of the first one
+    assert [found.verdict for found in verify(f"{url}/{step}")] == ["verified"]
+
+
 def test_a_page_in_place_of_an_answer_deletes_nothing(server, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
     url = f"{server.gs}/run"  # s3 answers with a list of what is deleted, which a page is not
