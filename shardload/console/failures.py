@@ -67,8 +67,10 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
 def failure_of(error: BaseException) -> Failure:
     """Turn an exception into what the command reports: an exit code, and a paragraph with the exception's notes."""
     code, message = _code_and_message(error)
-    notes = getattr(error, "__notes__", ())
-    return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    if notes and message and message[-1] not in ".!?:":
+        message += "."
+    return Failure(code, type(error).__name__, printable(" ".join([message, *notes]).strip(), keep="\n"))
 
 
 def _code_and_message(error: BaseException) -> tuple[int, str]:

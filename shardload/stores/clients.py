@@ -31,6 +31,13 @@ _CERTIFICATES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 """Variables that name a file of certificates to trust, in addition to those of the system."""
 _GOOGLE_KEYS = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY")
 """Variables that name the key of a service account of Google."""
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("STORAGE_EMULATOR_HOST", "GOOGLE_BASE_URL"),
+}
+"""Variables with the address of a server to use as S3 or Google Cloud Storage; the first one counts."""
+_SENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
+"""Variables whose text is sent to S3."""
 _REGION_S = 5.0
 """How long to wait for S3 to say in which region a bucket is."""
 _AWS_KEYS = (
@@ -102,14 +109,30 @@ def is_bucket(target: object) -> bool:
 
 def endpoint_of(scheme: str) -> str | None:
     """Return the address of the server to use as S3 or Google Cloud Storage, if the environment sets one."""
-    names = {
-        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "gs": ("STORAGE_EMULATOR_HOST", "GOOGLE_BASE_URL"),
-    }
-    found = next((text for name in names.get(scheme, ()) if (text := os.environ.get(name))), None)
-    if found is not None and "://" not in found:
-        found = f"http://{found}"  # as the clients of Google read STORAGE_EMULATOR_HOST
-    return found and found.rstrip("/")
+    name = next((name for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)), None)
+    if name is None:
+        return None
+    # Without a scheme as the clients of Google read STORAGE_EMULATOR_HOST.
+    found = os.environ[name] if "://" in os.environ[name] else f"http://{os.environ[name]}"
+    try:
+        parts = urlsplit(found)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or " " in found:
+        raise SourceError(f"{name} is {os.environ[name]!r}, expected the address of a server, such as http://host:9000")
+    return found.rstrip("/")
+
+
+def _check_settings(scheme: str) -> None:
+    """Raise if obstore would abort a request because of a setting that it reads from the environment."""
+    endpoints = _ENDPOINTS.get(scheme, ())
+    for name in (*endpoints, *(_SENT if scheme == "s3" else ())):
+        found = os.environ.get(name)
+        if found is not None and not found.isprintable():
+            raise SourceError(f"{name} has a line break or another control character. Set it again without it")
+        if found == "" and name in endpoints and scheme == "s3":
+            raise SourceError(f"{name} is empty, expected the address of a server. Unset it")
 
 
 def client(
@@ -126,6 +149,7 @@ def client(
     """
     from obstore.store import GCSStore, HTTPStore, S3Store
 
+    _check_settings(address.scheme)
     endpoint = endpoint_of(address.scheme) or address.root
     options: dict[str, Any] = {
         "allow_http": endpoint.startswith("http://"),

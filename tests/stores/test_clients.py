@@ -117,6 +117,24 @@ def test_an_endpoint_of_another_store_is_used(monkeypatch):
     assert config["skip_signature"] in (True, "true")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("AWS_ACCESS_KEY_ID", "key\n", "AWS_ACCESS_KEY_ID has a line break"),  # from a secret of Kubernetes
+        ("AWS_SESSION_TOKEN", "a\tb", "AWS_SESSION_TOKEN has a line break or another control character"),
+        ("AWS_ENDPOINT_URL", "http://host:9000\n", "AWS_ENDPOINT_URL has a line break"),
+        ("AWS_ENDPOINT_URL_S3", "", "AWS_ENDPOINT_URL_S3 is empty"),
+        *(("AWS_ENDPOINT_URL", t, "expected the address") for t in ("http://", "foo bar", "http://h:port", "ftp://h")),
+        ("STORAGE_EMULATOR_HOST", "junk junk", "STORAGE_EMULATOR_HOST is 'junk junk', expected the address"),
+    ],
+)
+def test_settings_with_which_no_request_can_be_sent_are_named(monkeypatch, name, text, said):
+    monkeypatch.setenv(name, text)
+    address = Address.parse("gs://bucket" if name.startswith("STORAGE") else "s3://bucket")
+    with pytest.raises(SourceError, match=said):
+        client(address, stall_s=1)
+
+
 def test_certificates_that_are_missing_are_named(monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere/ca.pem")
     with pytest.raises(SourceError, match=r"Cannot read the certificates that AWS_CA_BUNDLE names, /nowhere/ca\.pem"):
