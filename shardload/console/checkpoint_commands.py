@@ -289,7 +289,7 @@ def _facts(info: Any) -> dict[str, Any]:
         "batch": info.batch,
         "metrics": info.metrics,
         "bytes": info.n_bytes,
-        "saved_unix_s": info.saved_s,
+        "saved_unix_s": info.saved_s or None,  # unknown of a plain step of Orbax in a bucket
         "best": info.best,
         "left_out": info.recorded.left_out,
         "digests": info.ours,
@@ -308,7 +308,7 @@ def _row(info: Any) -> tuple[str, ...]:
         epoch,
         metrics or "-",
         format_bytes(info.n_bytes),
-        listing.time_ago(time.time() - info.saved_s),
+        listing.time_ago(time.time() - info.saved_s) if info.saved_s else "-",
     )
     return (*cells, "best" if info.best else "-", printable(state))
 

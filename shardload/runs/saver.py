@@ -213,10 +213,12 @@ def _check_directory(directory: str | os.PathLike[str]) -> None:
         raise UsageError(f"Cannot save steps to {directory!r:.60}: expected the path of a folder")
     if not os.fspath(directory):
         raise UsageError('Cannot save steps to "": expected the path of a folder. The current folder is "."')
-    path = Path(Address.parse(str(directory)).path) if is_bucket(directory) else local_target(directory)
+    address = Address.parse(str(directory)) if is_bucket(directory) else None
+    root, path = ("", local_target(directory)) if address is None else (f"{address.root}/", Path(address.path))
     # File names and patterns such as those of Keras' ModelCheckpoint, which the callback may replace.
     if re.search(r"\{[^}]*\}", path.name) or path.name.endswith((".keras", ".h5")):
+        folder = path.parent if path.parent.name else Path("checkpoints")
         raise UsageError(
-            f"Cannot save steps to {str(path)!r}: steps are folders named by their numbers, not files. Pass the folder "
-            f"for them, such as {str(path.parent if path.parent.name else Path('checkpoints'))!r}"
+            f"Cannot save steps to {f'{root}{path}'!r}: steps are folders named by their numbers, not files. Pass the "
+            f"folder for them, such as {f'{root}{folder}'!r}"
         )

@@ -312,6 +312,8 @@ def test_a_diverged_loss_can_be_read_back(tmp_path):
         ({"directory": "https://host/run"}, "a path on this machine"),
         ({"directory": "ck/{epoch:02d}.keras"}, "steps are folders named by their numbers.* such as 'ck'"),
         ({"directory": "{epoch}"}, "such as 'checkpoints'"),
+        ({"directory": "s3://bucket/runs/best.weights.h5"}, "such as 's3://bucket/runs'"),
+        ({"directory": "gs://bucket/{epoch}"}, "'gs://bucket/{epoch}': .* such as 'gs://bucket/checkpoints'"),
         ({"directory": "best.weights.h5"}, "such as 'checkpoints'"),
     ],
 )

@@ -1,6 +1,7 @@
 """`shardload steps` and `shardload verify`, typed as a user types them."""
 
 import json
+import os
 import shutil
 import time
 
@@ -8,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import warm_start
+from object_server import served
 from saved_steps import save_step
 
 from shardload.console import listing
@@ -42,6 +44,16 @@ def test_steps_are_listed_with_the_best(root):
     lines = run("steps", root).stdout.splitlines()
     assert lines[0].split()[:3] == ["step", "epoch", "metrics"]
     assert "best" in lines[2] and "val_loss=0.25" in lines[2]
+
+
+def test_a_plain_step_of_orbax_in_a_bucket_has_no_age(root, tmp_path, monkeypatch):
+    shutil.copytree(root / "3", tmp_path / "run" / "3")
+    shutil.rmtree(tmp_path / "run" / "3" / "shardload")
+    with served(tmp_path, monkeypatch) as server:
+        words = ["-m", "shardload", "steps", f"{server.s3}/run"]
+        table, listed = (warm_start.run([*words, *more], env=dict(os.environ)).stdout for more in ([], ["--json"]))
+    assert "unverified" in table and " d " not in table
+    assert [step["saved_unix_s"] for step in json.loads(listed)["steps"]] == [None]
 
 
 def test_a_step_or_another_folder_says_what_it_is(root, tmp_path):
