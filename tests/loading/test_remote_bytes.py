@@ -60,3 +60,9 @@ def test_two_processes_request_each_byte_once(store, tmp_path, mesh):
     needed = told[0]["needed"]
     assert needed > 96e6 and store.bytes_sent <= 1.1 * needed
     assert [one["wrong"] for one in told] == [[], []]
+
+
+@pytest.mark.slow
+def test_two_processes_each_request_the_columns_that_they_need(store):
+    told = told_by(2, 4, "1x8", "remote", store.http, "read", module="replicas_child")
+    assert [one["wrong"] for one in told] == [[], []]
