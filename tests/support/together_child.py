@@ -314,9 +314,9 @@ def count_opened(found):
     LocalStore.open = lambda self, key: (opened.append(key), really(self, key))[1]
     together = load.open_together
 
-    def counted(*given):
+    def counted(*given, **options):
         opened.clear()
-        source = together(*given)
+        source = together(*given, **options)
         found.extend(key for key in opened if Path(key).exists())
         return source
 
@@ -327,14 +327,14 @@ def replace_before_opening(name, bucket):
     """Have an object replaced by an equal one, which has another ETag, before this process opens it, as the last."""
     together = load.open_together
 
-    def instead(call, opener):
+    def instead(call, opener, **options):
         def replaced():
             tell(wrong="replaced")
             (bucket / f"{name}.new").write_bytes((bucket / name).read_bytes())
             (bucket / f"{name}.new").replace(bucket / name)
             return opener()
 
-        return together(call, replaced)
+        return together(call, replaced, **options)
 
     load.open_together = arrays.open_together = instead
 
