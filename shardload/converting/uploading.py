@@ -71,12 +71,14 @@ class RemoteTarget:
         old = _Old.of(self.uploads, lists, data) if len(data) <= 1 and not data & gone else None
         progress.start(sum(p.stat().st_size for p in made.values()), f"Uploading {self.path.name}")
         begun: list[str] = []
+        is_deleted = False
         try:
             # First, so that a new file is never taken for a part of the old checkpoint: what makes others a checkpoint,
             # and then these, as all shards of a folder are a checkpoint without an index, too.
             self.uploads.delete(lists)
             if old is None:
                 self.uploads.delete(data)
+                is_deleted = True
             for group in groups:
                 begun += group
                 self.uploads.put_files(group, advance=progress.advance)
@@ -85,7 +87,8 @@ class RemoteTarget:
             is_back = self._take_back(begun, old)
             state = f"Nothing is left at {self.url} of what was written."
             if lists or data:
-                state += f" The old checkpoint {'is there again' if is_back else 'was deleted before the upload'}."
+                deleted = "was deleted before the upload" if is_deleted else "may lack files: it could not be put back"
+                state += f" The old checkpoint {'is there again' if is_back else deleted}."
             error.add_note(state)
             raise
         finally:
