@@ -68,6 +68,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep_every_steps: Also keep the first step at or after each multiple of this number.
         keep_every_hours: Also keep one step per this many hours.
         background_delete: Do not make the next save wait until the files of removed steps are deleted.
+        save_at_end: Also save what was trained since the last step when ``fit`` ends, if not by an error.
         save_decision: A function of step and logs, called before each save; the step is saved only if it returns true.
         post_finalization: Called with step and folder of each step that is safely saved, in another thread; the folder
             is a path, or the URL as text.
@@ -84,10 +85,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         ProcessLostError: In training: if another process of the run has exited or went silent.
         DamagedError: If the step to resume from is damaged; other errors of `shardload.restore` likewise.
         SaveError: If the folder cannot be created or is not writable, or another run saves to the same bucket's folder.
-            In training: if a step could not be
-            saved; raised with its cause at the end of the next batch or epoch, at the latest when ``fit`` ends.
+            In training: if a step could not be saved; raised with its cause at the end of the next batch or epoch, at
+            the latest when ``fit`` ends. Several processes raise it together, with the next save or when ``fit`` ends.
             Earlier steps are untouched.
-            Several processes raise it together, with the next save or when ``fit`` ends.
     """
 
     @suggests_arguments
@@ -114,6 +114,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep_every_steps: int | None = None,
         keep_every_hours: float | None = None,
         background_delete: bool = False,
+        save_at_end: bool = False,
         save_decision: Callable[[int, Mapping[str, float]], bool] | None = None,
         post_finalization: Callable[[int, Any], None] | None = None,
         async_timeout_s: float | None = None,
@@ -127,6 +128,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             save_weights_only=save_weights_only,
             save_on_background=save_on_background,
             background_delete=background_delete,
+            save_at_end=save_at_end,
         )
         if not (isinstance(save_freq, str) and save_freq == "epoch") and not (is_integer(save_freq) and save_freq >= 1):
             raise UsageError(
@@ -155,6 +157,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.data_iterator = data_iterator
         self.compression, self.async_timeout_s, self.best_of = compression, async_timeout_s, best_of
         self.background_delete = background_delete
+        self.save_at_end = save_at_end
         self.save_decision = save_decision
         self.post_finalization = post_finalization
         self.resume = resume
@@ -313,8 +316,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._consider(logs, f"epoch {epoch + 1}", epoch_done=True)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Wait until the last save is on disk; raise its error if it failed."""
+        """With ``save_at_end``, save; wait until the last save is complete and raise its error if it failed."""
         self._preemption.ignore()
+        if self.save_at_end and self._since_save:
+            self._consider(logs, "the end of training", epoch_done=True)
         stop_following()
         if self._first is not None:  # no epoch has begun
             self._first.give_up(self.model)

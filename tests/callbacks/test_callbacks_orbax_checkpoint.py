@@ -95,6 +95,40 @@ def test_every_so_many_batches_across_epochs(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_end_of_training_is_saved_if_asked(tmp_path):
+    model, callback = compiled(), OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None, save_at_end=True)
+    fit(model, callback, epochs=2)
+    assert steps_in(tmp_path) == [3, 6, 8]
+    assert_holds(tmp_path / "8", model)
+    fit(model, callback, epochs=0)
+    assert steps_in(tmp_path) == [3, 6, 8]  # nothing was trained
+    again = compiled()
+    fit(again, OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None, save_at_end=True, resume=True), epochs=2)
+    assert steps_in(tmp_path) == [3, 6, 8] and again.optimizer.iterations == 8  # training was complete
+
+
+@pytest.mark.slow
+def test_averages_that_end_training_are_what_is_saved(tmp_path):
+    model = functional()
+    model.compile(keras.optimizers.Adam(use_ema=True, ema_momentum=0.5), "mse")
+    fit(model, OrbaxCheckpoint(tmp_path, save_freq=3, save_at_end=True))
+    assert_holds(tmp_path / "4", model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"save_decision": lambda step, logs: False},
+        {"save_best_only": True, "monitor": "loss", "mode": "min", "initial_value_threshold": -1},
+    ],
+)
+def test_other_rules_hold_at_the_end_of_training_as_well(rule, tmp_path):
+    fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=3, save_at_end=True, **rule))
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.slow
 def test_a_step_in_mid_epoch_holds_the_state_of_that_batch(tmp_path):
     model, twin = compiled(), compiled()
     twin.set_weights(model.get_weights())
@@ -300,6 +334,7 @@ def test_a_diverged_loss_can_be_read_back(tmp_path):
     [
         ({"save_freq": "batch"}, "Unrecognized save_freq"),
         ({"save_freq": 0}, "Unrecognized save_freq"),
+        ({"save_at_end": "no"}, "Cannot use save_at_end='no'"),
         ({"max_to_keep": 0}, "Cannot use max_to_keep=0"),
         ({"keep_best": 0}, "Cannot use keep_best=0"),
         ({"keep_best": 0, "save_best_only": True}, "Cannot use keep_best=0"),

@@ -13,7 +13,6 @@ from pathlib import Path
 import kubernetes_fields
 import pytest
 import warm_start
-import yaml
 from bucket_server import bucket
 from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 from process_runs import job_of_a_free_port
@@ -173,7 +172,9 @@ def job_set_form():
     job = json.loads(kubernetes_fields.STORED.read_text())["batch/v1 Job"]["fields"]["spec"]
     template = {"required": [], "fields": {"spec": job}}
     replicated = {"required": ["name", "template"], "fields": {"name": "string", "template": template}}
-    policy = {"required": [], "fields": {"maxRestarts": "integer"}}
+    rule = {"name": "string", "action": "string", "onJobFailureReasons": {"items": "string"}}
+    rules = {"items": {"required": ["name", "action"], "fields": rule}}
+    policy = {"required": [], "fields": {"maxRestarts": "integer", "rules": rules}}
     spec = {"required": [], "fields": {"failurePolicy": policy, "replicatedJobs": {"items": replicated}}}
     metadata = {"required": [], "fields": {"name": "string"}}
     fields = {"apiVersion": "string", "kind": "string", "metadata": metadata, "spec": spec}
@@ -182,10 +183,8 @@ def job_set_form():
 
 @pytest.fixture
 def job_set():
-    (text,) = re.findall(
-        r'^```yaml title="train.yaml"\n(.*?)^```', page("load-on-kubernetes"), re.DOTALL | re.MULTILINE
-    )
-    return yaml.safe_load(text)
+    (found,) = kubernetes_fields.job_sets_of("how-to/load-on-kubernetes.md")
+    return found
 
 
 def test_a_job_set_has_only_fields_that_exist(job_set):
@@ -335,42 +334,64 @@ def test_both_training_scripts_differ_only_in_how_they_connect():
     compile(kubernetes, "train.py", "exec")
 
 
-@pytest.mark.slow
-def test_a_preempted_slurm_job_is_queued_again_and_continues(commands, tmp_path, monkeypatch):
-    made = {
-        "srun": PREEMPTING_SRUN,
-        "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/queued\n',
-        "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
-    }
-    for name, text in made.items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
+@pytest.fixture
+def train_on_slurm(commands, tmp_path, monkeypatch):
+    """Run the page's batch script ``times`` times with stand-ins, saving every 20 batches; return runs and steps."""
     job = job_of_a_free_port()
     monkeypatch.setenv("SLURM_JOB_ID", str(job))
     monkeypatch.setenv("BUCKET", str(tmp_path / "bucket"))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     (tmp_path / "bucket").mkdir()
-    (tmp_path / "my_training.py").write_text(TRAINING)
-    batch = scripts("load-on-slurm")[1].replace("/local/", f"{tmp_path}/local/")
-    with bucket(tmp_path / "bucket", monkeypatch) as server:
-        smaller = {
-            "s3://BUCKET": server.s3,
-            "global_batch_size=512": "global_batch_size=32",
-            "save_freq=500": "save_freq=20",
+
+    def run(srun, training, times):
+        made = {
+            "srun": srun,
+            "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/queued\n',
+            "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
         }
-        train = training_script("load-on-slurm")
-        for old, new in smaller.items():
-            assert old in train
-            train = train.replace(old, new)
-        (tmp_path / "train.py").write_text(train)
-        first = run_script(batch, cwd=tmp_path)
-        steps = list_steps(f"{server.s3}/run")
-        second = run_script(batch, cwd=tmp_path)
-        later = list_steps(f"{server.s3}/run")
+        for name, text in made.items():
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
+        (tmp_path / "my_training.py").write_text(training)
+        batch = scripts("load-on-slurm")[1].replace("/local/", f"{tmp_path}/local/")
+        with bucket(tmp_path / "bucket", monkeypatch) as server:
+            smaller = {
+                "s3://BUCKET": server.s3,
+                "global_batch_size=512": "global_batch_size=32",
+                "save_freq=500": "save_freq=20",
+            }
+            train = training_script("load-on-slurm")
+            for old, new in smaller.items():
+                assert old in train
+                train = train.replace(old, new)
+            (tmp_path / "train.py").write_text(train)
+            runs, steps = [], []
+            for _ in range(times):
+                runs.append(run_script(batch, cwd=tmp_path))
+                steps.append([info.step for info in list_steps(f"{server.s3}/run")])
+        return runs, steps
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_preempted_slurm_job_is_queued_again_and_continues(train_on_slurm, tmp_path):
+    (first, second), (steps, later) = train_on_slurm(PREEMPTING_SRUN, TRAINING, 2)
     assert (first.returncode, second.returncode) == (143, 143), first.stdout + first.stderr + second.stderr
-    assert f"Resumed step {steps[-1].step} of " in second.stdout and later[-1].step > steps[-1].step
+    assert f"Resumed step {steps[-1]} of " in second.stdout and later[-1] > steps[-1]
+    job = os.environ["SLURM_JOB_ID"]
     assert (tmp_path / "queued").read_text() == f"requeue {job}\n" * 2
     assert len(list((tmp_path / "local" / f"shardload-{job}").iterdir())) == 1  # where the page says
+
+
+@pytest.mark.slow
+def test_a_slurm_job_saves_the_end_of_training_and_is_not_queued_again(train_on_slurm, tmp_path):
+    assert "repeat(1000)" in TRAINING and "epochs=10" in training_script("load-on-slurm")
+    short = TRAINING.replace(".repeat(1000)", "").replace("random((256", "random((224")  # 7 batches in an epoch
+    (run,), (steps,) = train_on_slurm(PREEMPTING_SRUN.replace("kill -TERM $!\n", ""), short, 1)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert steps == [60, 70]
+    assert not (tmp_path / "queued").exists()
 
 
 def can_make_networks():

@@ -27,6 +27,12 @@ def objects_of(page):
     ]
 
 
+def job_sets_of(page):
+    """The JobSets in the YAML files of a page. JobSet is not part of Kubernetes; the specs of its Jobs are."""
+    blocks = re.findall(r'^```yaml title="[^"]*"\n(.*?)^```', (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [found for block in blocks for found in yaml.safe_load_all(block) if found["kind"] == "JobSet"]
+
+
 def title_of(found):
     return f"{found['apiVersion']} {found['kind']}"
 
@@ -91,6 +97,9 @@ def main(folder):
     for page in DOCS.rglob("*.md"):
         for one in objects_of(page):
             found.setdefault(title_of(one), []).append(one)
+        for job_set in job_sets_of(page):
+            jobs = [one["template"] for one in job_set["spec"]["replicatedJobs"]]
+            found.setdefault("batch/v1 Job", []).extend({"spec": job["spec"]} for job in jobs)
     forms = {title: used(kinds[title], definitions, ones) for title, ones in sorted(found.items())}
     STORED.write_text(json.dumps(forms, indent=1) + "\n")
 
