@@ -19,6 +19,7 @@ from shardload.keras_bridge.training import (
     epoch_iterator_of_caller,
     epoch_iterator_of_fit,
     expect_end_of_data,
+    forget_bar_length,
     forget_epoch_length,
     has_unknown_length,
 )
@@ -134,6 +135,7 @@ class Position:
         self._wanted: dict[str, Any] | None = None
         self._origin: Origin | None = None
         self._skipped = 0
+        self._was_shorter = False
         self._expecting = False
         # (batches returned so far, state after them, whether they end the epoch), for the last few batches.
         self._states: deque[tuple[int, dict[str, Any], bool]] = deque(maxlen=_KEPT)
@@ -154,6 +156,8 @@ class Position:
         """Record that an epoch begins: if an iterator is opened now, it is for training, not to inspect a batch."""
         self._expecting = True
         self._before_epoch = self._trained
+        if self._was_shorter:
+            forget_bar_length()
         if (epochs := epoch_iterator_of_fit()) is not None:
             expect_end_of_data(epochs, expected=has_unknown_length(epochs))
 
@@ -167,8 +171,10 @@ class Position:
         """Record that an epoch ends.
 
         An epoch that was resumed in the middle has only its remaining batches, and Keras takes their number for the
-        length of every epoch. Keras is made to forget that length, because the next epoch is a whole one.
+        length of every epoch. Keras is made to forget that length, because the next epoch is a whole one; its progress
+        bar, which takes the length after this call, when the next epoch begins.
         """
+        self._was_shorter = bool(self._skipped)
         if self._skipped and self._epochs is not None:
             forget_epoch_length(self._epochs)
         self._skipped = 0

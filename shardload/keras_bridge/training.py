@@ -185,6 +185,14 @@ def forget_epoch_length(epochs: Any) -> None:
     epochs._num_batches = epochs.data_adapter.num_batches
 
 
+def forget_bar_length() -> None:
+    """Make the progress bar of the running ``fit`` forget how many batches the last epoch had: it was resumed."""
+    container = _locals_of_fit().get("callbacks")
+    for each in container.callbacks if isinstance(container, keras.callbacks.CallbackList) else []:
+        if isinstance(each, keras.callbacks.ProgbarLogger):
+            each.target = (each.params or {}).get("steps")
+
+
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Set the first epoch of the next ``fit``; Keras reads it right after ``on_train_begin``."""
     model._initial_epoch = epoch

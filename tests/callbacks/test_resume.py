@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -247,6 +248,13 @@ def test_the_step_to_resume_is_said_if_asked(tmp_path, capsys):
     assert "Resumed" not in capsys.readouterr().out
     fit(model(), data(), OrbaxCheckpoint(tmp_path, resume=True, verbose=1), epochs=3)
     assert f"Resumed step 20 of {tmp_path}\n" in capsys.readouterr().out
+
+
+def test_the_progress_bar_knows_the_length_of_the_epochs_after_a_resumed_one(tmp_path, capsys):
+    fit(model(), data(), OrbaxCheckpoint(tmp_path, save_freq=9), epochs=1)
+    again = OrbaxCheckpoint(tmp_path, save_freq=9, resume=True)
+    model().fit(data(), epochs=3, verbose=2, shuffle=False, callbacks=[again])
+    assert re.findall(r"^(\d+/\d+) - ", capsys.readouterr().out, re.MULTILINE) == ["1/1", "10/10", "10/10"]
 
 
 def test_arrays_do_not_say_where_they_stood_and_the_epoch_begins_again(tmp_path):
