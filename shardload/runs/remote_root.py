@@ -343,23 +343,22 @@ class RemoteStaging:
                 ) from error
         with suppress(ShardloadError):  # the step is saved: the next run deletes what is left in .staging
             self.root.uploads.delete(self._marks())
-        self._finish()
         self.root.end(self.step, is_saved=True)
+        self._finish()
         return self.shown
 
     def discard(self) -> None:
         """Remove the local folder, and on process 0 what was uploaded."""
         record = self.path / DIGESTS_FILE
         mine = record.read_bytes() if record.is_file() else None
-        self._finish()
-        if not processes.is_first():
-            return
         try:
-            self._take_back(Uploads(self.root.place, most_s=_GIVING_UP_S), mine)
+            if processes.is_first():
+                self._take_back(Uploads(self.root.place, most_s=_GIVING_UP_S), mine)
         except ShardloadError:  # the next save of this step, or the next run, removes what stays
             self.root.leftovers.setdefault(self.step, []).extend(self._marks())
         finally:
             self.root.end(self.step)
+            self._finish()
 
     def _take_back(self, uploads: Uploads, mine: bytes | None) -> None:
         self.root.check(self.step)
