@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import flip, largest_file
@@ -66,6 +67,18 @@ def run(tmp_path_factory):
     shardload.restore(spread, root, mesh="1x8")
     save_step(spread, root, 8, epoch=1)
     return model, root
+
+
+@pytest.mark.parametrize("axes", [(), (None, "model"), ("batch",)])
+def test_the_bits_of_every_nan_are_saved_from_replicas(tmp_path, axes):
+    """A program of XLA may change them under the XLA_FLAGS of these tests, so that none may touch what is saved."""
+    every = np.resize(np.arange(0x7F80, 0x8000, dtype=np.uint16), (24, 120)).view(ml_dtypes.bfloat16)
+    layout = jax.sharding.NamedSharding(jax.make_mesh((2, 4), ("batch", "model")), jax.sharding.PartitionSpec(*axes))
+    model = keras.Sequential([keras.Input((24,)), keras.layers.Dense(120, dtype="bfloat16", use_bias=False)])
+    model.weights[0]._value = jax.device_put(every, layout)
+    shardload.save(model, tmp_path, step=1)
+    (found,) = shardload.load_arrays(tmp_path / "1", jax.devices()[0]).values()
+    assert np.asarray(found).tobytes() == every.tobytes()
 
 
 @pytest.mark.parametrize("mesh", MESHES)

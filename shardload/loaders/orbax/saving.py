@@ -262,7 +262,6 @@ def _set_alone(context: Any) -> None:
     if jax.process_count() == 1:
         return
     context.array.saving.use_ocdbt = False
-    context.array.saving.use_replica_parallel = False
     context.array.saving.array_metadata_store = None  # it would miss the lists of the others
     me = jax.process_index()
     context.multiprocessing.primary_host = me
@@ -278,6 +277,8 @@ def _context(*, ocdbt: bool) -> Any:
     context.array.saving.use_ocdbt = ocdbt
     context.array.saving.use_zarr3 = True
     context.array.saving.use_compression = False
+    # True would let a program of XLA cut arrays that have replicas, and some XLA_FLAGS let it change the bits of a NaN.
+    context.array.saving.use_replica_parallel = False
     # A copy of the global registry: other users of Orbax in this process must not get the handler added here.
     context.checkpointables.registry = ocp.handlers.local_registry()
     context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
