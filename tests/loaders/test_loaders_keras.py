@@ -20,6 +20,7 @@ from memory_store import MemoryStore
 
 import shardload
 from shardload.errors import (
+    MismatchError,
     SourceError,
     SourceNotFoundError,
     TransferError,
@@ -427,6 +428,16 @@ def test_what_contains_no_numbers_is_left_out(h5, build, says):
     manifest = h5.reopen()
     assert list(manifest.tensors) == ["w"]
     assert re.fullmatch(rf"left out 'x': .*{says}.*", "".join(manifest.notes))
+
+
+def test_an_error_says_what_was_left_out(tmp_path):
+    model, path = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)]), tmp_path / "m.weights.h5"
+    model.save_weights(path)
+    with h5py.File(path, "a") as file:
+        del file["layers/dense/vars/1"]
+        file["layers/dense/vars/1"] = np.zeros(3, "V1")
+    with pytest.raises(MismatchError, match=r"left out 'layers/dense/vars/1': it contains 1-byte elements"):
+        shardload.load_weights(model, path)
 
 
 @pytest.mark.parametrize(
