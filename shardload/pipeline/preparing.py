@@ -108,7 +108,7 @@ class PreparedLoad:
         problems += [f"not used by the model: {name}{why.get(name, '')}" for name in unused]
         if not problems:
             return self
-        problems += [note for note in self.manifest.notes if note.startswith("left out ")]  # perhaps the reason
+        problems += self.manifest.notes  # what the files contain besides, perhaps the reason
         rest = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         misfit = (
             f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import flip, largest_file
+from safetensors.numpy import save_file
 from saved_steps import let_save, save_step
 
 import shardload
@@ -69,15 +70,19 @@ def run(tmp_path_factory):
     return model, root
 
 
-@pytest.mark.parametrize("axes", [(), (None, "model"), ("batch",)])
+@pytest.mark.parametrize("axes", [(None, None), (None, "model"), ("batch", None)])
 def test_the_bits_of_every_nan_are_saved_from_replicas(tmp_path, axes):
     """A program of XLA may change them under the XLA_FLAGS of these tests, so that none may touch what is saved."""
     every = np.resize(np.arange(0x7F80, 0x8000, dtype=np.uint16), (24, 120)).view(ml_dtypes.bfloat16)
-    layout = jax.sharding.NamedSharding(jax.make_mesh((2, 4), ("batch", "model")), jax.sharding.PartitionSpec(*axes))
+    save_file({"a": every}, tmp_path / "every.safetensors")
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 4), ("batch", "model")))
+    layouts[".*kernel"] = axes
     model = keras.Sequential([keras.Input((24,)), keras.layers.Dense(120, dtype="bfloat16", use_bias=False)])
-    model.weights[0]._value = jax.device_put(every, layout)
-    shardload.save(model, tmp_path, step=1)
-    (found,) = shardload.load_arrays(tmp_path / "1", jax.devices()[0]).values()
+    names = {"a": model.weights[0].path}
+    shardload.load_weights(model, tmp_path / "every.safetensors", names=names, mesh="2x4", layout=layouts)
+    assert np.asarray(model.weights[0].value).tobytes() == every.tobytes()
+    shardload.save(model, tmp_path / "run", step=1)
+    (found,) = shardload.load_arrays(tmp_path / "run" / "1", jax.devices()[0]).values()
     assert np.asarray(found).tobytes() == every.tobytes()
 
 
