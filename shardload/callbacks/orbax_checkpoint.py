@@ -313,6 +313,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._saver.writer.raise_failure_together()
         self._position.epoch_ends()
         if self.save_freq == "epoch":
+            self._since_save = 0
             self._consider(logs, f"epoch {epoch + 1}", epoch_done=True)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:

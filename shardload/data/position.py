@@ -171,8 +171,8 @@ class Position:
         """Record that an epoch ends.
 
         An epoch that was resumed in the middle has only its remaining batches, and Keras takes their number for the
-        length of every epoch. Keras is made to forget that length, because the next epoch is a whole one; its progress
-        bar, which takes the length after this call, when the next epoch begins.
+        length of every epoch. Keras is made to forget that length, because the next epoch is a whole one. The progress
+        bar takes the length only after this call, and is made to forget it when the next epoch begins.
         """
         self._was_shorter = bool(self._skipped)
         if self._skipped and self._epochs is not None:

@@ -122,8 +122,7 @@ def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 def swaps_averages_before(callback: Any) -> bool:
     """Whether a ``SwapEMAWeights`` in the running ``fit`` puts averages into the model before ``callback`` runs."""
-    container = _locals_of_fit().get("callbacks")
-    everyone = container.callbacks if isinstance(container, keras.callbacks.CallbackList) else []
+    everyone = _callbacks_of_fit()
     before = everyone[: everyone.index(callback)] if callback in everyone else []
     return any(isinstance(each, keras.callbacks.SwapEMAWeights) and each.swap_on_epoch for each in before)
 
@@ -131,6 +130,11 @@ def swaps_averages_before(callback: Any) -> bool:
 def in_fit(frame: FrameType | None) -> bool:
     """Whether a Python stack frame, such as one that a signal interrupted, is inside a running `keras.Model.fit`."""
     return any(isinstance(found.f_locals.get("self"), keras.Model) for found in _frames(frame, "fit"))
+
+
+def _callbacks_of_fit() -> list[Any]:
+    container = _locals_of_fit().get("callbacks")
+    return list(container.callbacks) if isinstance(container, keras.callbacks.CallbackList) else []
 
 
 def _locals_of_fit() -> dict[str, Any]:
@@ -186,9 +190,8 @@ def forget_epoch_length(epochs: Any) -> None:
 
 
 def forget_bar_length() -> None:
-    """Make the progress bar of the running ``fit`` forget how many batches the last epoch had: it was resumed."""
-    container = _locals_of_fit().get("callbacks")
-    for each in container.callbacks if isinstance(container, keras.callbacks.CallbackList) else []:
+    """Make the progress bar of the running ``fit`` forget the length of the last epoch: a resumed epoch was shorter."""
+    for each in _callbacks_of_fit():
         if isinstance(each, keras.callbacks.ProgbarLogger):
             each.target = (each.params or {}).get("steps")
 

@@ -129,6 +129,17 @@ def test_other_rules_hold_at_the_end_of_training_as_well(rule, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("save_freq", ["epoch", 4])
+def test_a_decision_about_the_last_batch_is_asked_for_once(save_freq, tmp_path):
+    asked = []
+    callback = OrbaxCheckpoint(
+        tmp_path, save_freq=save_freq, save_at_end=True, save_decision=lambda step, logs: asked.append(step)
+    )
+    fit(compiled(), callback, epochs=2)
+    assert asked == [4, 8]
+
+
+@pytest.mark.slow
 def test_a_step_in_mid_epoch_holds_the_state_of_that_batch(tmp_path):
     model, twin = compiled(), compiled()
     twin.set_weights(model.get_weights())
