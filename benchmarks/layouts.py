@@ -11,14 +11,17 @@ the summed result bytes of collective instructions in the compiled program. Noth
              fails on models with convolutions or loops, and on dims that do not divide
 
     python -m benchmarks.layouts [--mesh 2x4] [--only gemma] [--numbers] [--json]
+    python -m benchmarks.layouts --planned [--mesh 2x4] [--only gemma] [--explain] [--inference | --training] [--json]
 
-``--numbers`` also runs each searched layout and compares outputs, loss and gradients with one device.
+``--numbers`` also runs each searched layout and compares outputs, loss and gradients with one device. ``--planned``
+compares what plans exchange with what their compiled programs do, as `layouts_planned` describes.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -259,34 +262,56 @@ def line(row: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print the table, or one JSON object per line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--mesh", default="2x4")
+    parser.add_argument("--mesh", action="append", help="may be given several times (2x4; with --planned, five)")
     parser.add_argument("--only", default="", help="a regular expression that the name contains: ^t5$")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=0, help="tokens; 2048 with a map by hand, else 128")
     parser.add_argument("--numbers", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--planned", action="store_true", help="planned against compiled bytes, also of held-out models"
+    )
+    parser.add_argument("--explain", action="store_true", help="with --planned: collectives of programs that differ")
+    step = parser.add_mutually_exclusive_group()
+    step.add_argument("--inference", action="store_true", help="with --planned: the forward pass alone")
+    step.add_argument("--training", action="store_true", help="with --planned: gradients alone")
     options = parser.parse_args(argv)
+    os.environ.setdefault("KERAS_BACKEND", "jax")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # On a busy machine simulated devices wait for each other for longer than XLA's 40 s. Machine code is not optimised:
     # nothing is timed, and collectives are decided before it is generated.
     os.environ.setdefault("XLA_FLAGS", quick_to_compile(wait_s=3600))
+    (planned if options.planned else compared)(options)
+    return 0
 
+
+def planned(options: argparse.Namespace) -> None:
+    """Compare plans with compiled programs."""
+    from benchmarks import layouts_planned
+
+    steps = ["forward"] * (not options.training) + ["gradients"] * (not options.inference)
+    meshes = options.mesh or layouts_planned.MESHES
+    cases = layouts_planned.cases(options.only, meshes, steps, batch=options.batch, sequence=options.sequence)
+    layouts_planned.compare(cases, as_json=options.json, explain=options.explain)
+
+
+def compared(options: argparse.Namespace) -> None:
+    """Compare searched layouts with others, on one mesh after the other."""
     import jax
 
     from shardload.sharding.mesh import MeshSpec
 
-    mesh = MeshSpec.parse(options.mesh)
-    jax.config.update("jax_num_cpu_devices", mesh.size)
+    meshes = [MeshSpec.parse(mesh) for mesh in options.mesh or ["2x4"]]
+    jax.config.update("jax_num_cpu_devices", max(mesh.size for mesh in meshes))
     if not options.json:
         head = f"{'model':<12}{'mesh':<5}" + "".join(f"{label:>25}" for label in labels())
         print(head + "   planned  s   (each: MiB of weights, MiB exchanged, collectives)", flush=True)
-    for families, sequence in ((decoders(), 2048), (others(), 128)):
-        for name, make in families:
+    for mesh, (families, sequence) in itertools.product(meshes, ((decoders, 2048), (others, 128))):
+        for name, make in families():
             if re.search(options.only, name):
                 sizes = {"batch": options.batch, "sequence": options.sequence or sequence}
                 row = measured(name, make, mesh, **sizes, numbers=options.numbers and sequence == 128)
                 print(json.dumps(row) if options.json else line(row), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
