@@ -28,6 +28,9 @@ TOLERANCE = 0.05
 LIMIT_S = 1800
 """Seconds for one case; most take five, and a decoder of real width up to a minute."""
 _OPTIMIZERS = {"forward": None, "gradients": "adamw"}
+EXCEPTION_HEAD = """\
+| model | mesh | step | ratio | collectives that differ: MiB planned / compiled (operations) |
+|---|---|---|---|---|"""
 _SHOWN = 8
 """How many different instructions `explained` lists for one kind of collective and its axes."""
 
@@ -208,6 +211,31 @@ def table_line(found: Sequence[dict[str, Any]]) -> str:
     return f"| {found[0]['model']} | {found[0]['step']} | {' | '.join(map(cell, found))} |"
 
 
+def exception_line(row: dict[str, Any]) -> str:
+    """Return the line of a program that differs: its collectives that do, largest difference first."""
+    start = f"| {row['model']} | {row['mesh']} | {row['step']} "
+    if "error" in row:
+        return f"{start}| | {row['error']} |"
+    planned, compiled = _totals(row["planned"]), _totals(row["compiled"])
+    keys = [key for key in {*planned, *compiled} if planned[key][1] != compiled[key][1]]
+    keys.sort(key=lambda key: (-abs(planned[key][1] - compiled[key][1]), key))
+    cells = [f"{kind} {axes} {_mib(planned[kind, axes][1])} / {_mib(compiled[kind, axes][1])}" for kind, axes in keys]
+    found = [dict.fromkeys(_operation(one["source"]) for one in row["compiled"] if _key(one) == key) for key in keys]
+    shown = [f"{cell} ({', '.join([*names][:3])})" if names else cell for cell, names in zip(cells, found, strict=True)]
+    return f"{start}| {ratio(row):.2f} | {'; '.join(shown)} |"
+
+
+def _key(collective: dict[str, Any]) -> tuple[str, str]:
+    return collective["kind"], collective["axes"]
+
+
+def _operation(source: str) -> str:
+    """Return layer and primitive from JAX's name of an operation; of several operations, those of the first."""
+    names = re.sub(r"jit\(\w*\)+/|checkpoint/|\b(?:jvp|transpose)\(|[()]", "", source).split(":")[0].split("/")
+    named = [name for name in names if name and "->" not in name and name not in ("while", "body", "closed_call")]
+    return "/".join(named[-2:]) or "added by XLA"
+
+
 def explained(row: dict[str, Any]) -> str:
     """Return what a program exchanges per kind and axes against its plan, and by which operations where they differ."""
     title = f"{row['model']}, {row['mesh']}, {row['step']}"
@@ -235,17 +263,17 @@ def _totals(found: Iterable[dict[str, Any]]) -> defaultdict[tuple[str, str], tup
     """Return the number of arrays and their bytes, per kind and axes: XLA puts several arrays into one instruction."""
     totals = defaultdict[tuple[str, str], tuple[int, int]](lambda: (0, 0))
     for one in found:
-        count, nbytes = totals[one["kind"], one["axes"]]
+        count, nbytes = totals[_key(one)]
         # Of a plan, `nbytes` is the sum; of a program, that of one instruction.
         times = one["count"] if "arrays" in one else 1
         arrays = one.get("arrays", 1) * one["count"]
-        totals[one["kind"], one["axes"]] = (count + arrays, nbytes + one["nbytes"] * times)
+        totals[_key(one)] = (count + arrays, nbytes + one["nbytes"] * times)
     return totals
 
 
 def _operations(row: dict[str, Any], key: tuple[str, str]) -> Iterator[str]:
     """Yield a line for each compiled instruction of one kind and axes, largest first, with JAX's name of its source."""
-    found = [one for one in row["compiled"] if (one["kind"], one["axes"]) == key]
+    found = [one for one in row["compiled"] if _key(one) == key]
     for one in found[:_SHOWN]:
         inside = f", in a {one['inside']}" if one["inside"] else ""
         arrays = f" of {one['arrays']} arrays" if one["arrays"] > 1 else ""
@@ -272,6 +300,9 @@ def compare(wanted: Sequence[Case], *, as_json: bool, explain: bool) -> None:
             print(table_line(line), flush=True)
             line = []
     print(f"\n{len(exceptions)} of {len(wanted)} programs differ by more than {TOLERANCE:.0%}.")
+    if exceptions:
+        print(f"\n{EXCEPTION_HEAD}")
     for row in exceptions:
-        if explain or "error" in row:
-            print(f"\n{explained(row)}", flush=True)
+        print(exception_line(row))
+    for row in exceptions if explain else ():
+        print(f"\n{explained(row)}", flush=True)
