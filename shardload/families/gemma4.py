@@ -126,6 +126,7 @@ FAMILY = Family(
     name="gemma4",
     title="Gemma 4",
     model_types=(TEXT, WITH_IMAGES, ASSISTANT),
+    dense_experts=("Gemma4MoEBlock",),
     gguf=(
         GgufArchitecture(
             name="gemma4",

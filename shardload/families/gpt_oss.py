@@ -9,16 +9,24 @@ Shapes of the unquantised tensors::
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from shardload.families.parts import rope
 from shardload.families.parts.checks import Checks, by_layer_type, first_slides
-from shardload.families.parts.config import ROTARY, Config, decoder_defaults
+from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
 from shardload.families.parts.conversion import Converter, byte_pair_tokenizer, decoder_arguments, port_ends
 from shardload.families.parts.gguf import BLOCK, CONTRACTIONS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
+from shardload.families.parts.tensors import (
+    DECODER_FIELDS,
+    DECODER_HEADS,
+    OPTIONAL_OUTPUT_LAYER,
+    DecoderTensors,
+    TensorSpec,
+    affine,
+)
 from shardload.families.record import Family, ModelType
 
 # GPT-4o's expression also splits before a capital: "camelCase" is two words.
@@ -41,6 +49,28 @@ _YARN = {
 def _complete(config: dict[str, Any]) -> None:
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_scaling"] = _YARN  # transformers 4 reads null as no scaling, 5 as this
+
+
+# ---- its tensors --------------------------------------------------------------------------------
+
+
+def _tensors_of_block(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
+    """Yield the tensors of a layer that other decoders lack: sinks, router, and experts as plain weights."""
+    experts, hidden, width = (config[key] for key in ("num_local_experts", "hidden_size", "intermediate_size"))
+    yield TensorSpec(f"{at}.self_attn.sinks", (config["num_attention_heads"],))
+    yield from affine(f"{at}.mlp.router", (experts, hidden), out=experts)
+    for name, inputs, outputs in (("gate_up_proj", hidden, 2 * width), ("down_proj", width, hidden)):
+        yield TensorSpec(f"{at}.mlp.experts.{name}", (experts, inputs, outputs))
+        yield TensorSpec(f"{at}.mlp.experts.{name}_bias", (experts, outputs))
+
+
+def _published(layers: int, experts: int) -> dict[str, Any]:
+    """Return the ``config.json`` of a published model, without its quantisation: plans are for plain weights."""
+    rest: dict[str, Any] = {"head_dim": 64, "attention_bias": True, "sliding_window": 128, "rms_norm_eps": 1e-5}
+    rest |= {"num_local_experts": experts, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
+    rest |= {"rope_theta": 1.5e5, "rope_scaling": _YARN, "max_position_embeddings": 131072}
+    dims = Dims(2880, layers, 64, 8, 2880)
+    return published_decoder("gpt_oss", "GptOssForCausalLM", dims, vocab=201088, tied=False, **rest)
 
 
 _GGUF_BLOCK = {name: BLOCK[name] for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")} | {
@@ -110,7 +140,7 @@ GPT_OSS = ModelType(
     defaults=ROTARY
     | decoder_defaults(201088, 2880, 2880, 36, 64, kv=8, longest=131072)
     | {"rope_theta": 1.5e5, "rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128}
-    | {"num_local_experts": 128, "num_experts_per_tok": 4},
+    | {"num_local_experts": 128, "num_experts_per_tok": 4, "attention_bias": True},
     complete=_complete,
     checks=Checks(("rms_norm_eps", 1e-5), None, _ROTARY, by_layer_type(first_slides), sets_windows=True),
     only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
@@ -122,12 +152,17 @@ GPT_OSS = ModelType(
         applies=lambda names: any(name.endswith(".experts.gate_up_proj") for name in names),
     ),
     decodes="mxfp4",
+    tensors=DecoderTensors(feed_forward=_tensors_of_block),
+    tensor_fields=(*DECODER_FIELDS, "num_local_experts"),
+    unstated_dtype="bfloat16",
 )
 FAMILY = Family(
     name="gpt_oss",
     title="GPT-OSS",
     windows_without_self=("GptOssAttention", "GptOssTransformerDecoder"),
+    dense_experts=("GptOssExperts",),
     model_types=(GPT_OSS,),
+    sizes={"gpt_oss_20b": _published(24, 32), "gpt_oss_120b": _published(36, 128)},
     gguf=(
         GgufArchitecture(
             name="gpt-oss",

@@ -49,6 +49,12 @@ def _export_mistral(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
     return {**config, "head_dim": backbone.head_dim, "sliding_window": backbone.sliding_window}
 
 
+def _published_mixtral(dims: Dims, *, longest: int) -> dict[str, Any]:
+    rest: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": longest}
+    rest |= {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
+    return published_decoder("mixtral", "MixtralForCausalLM", dims, vocab=32000, tied=False, **rest)
+
+
 _MISTRAL_DEFAULTS = ROTARY | decoder_defaults(32000, 4096, 14336, 32, 32, kv=8, longest=131072)
 MISTRAL = ModelType(
     name="mistral",
@@ -84,7 +90,11 @@ MISTRAL_FAMILY = Family(
             sliding_window=4096,
             rms_norm_eps=1e-5,
         ),
+        "mixtral_8x7b": _published_mixtral(Dims(4096, 32, 32, 8, 14336), longest=32768),
+        "mixtral_8x22b": _published_mixtral(Dims(6144, 56, 48, 8, 16384), longest=65536),
     },
+    aliases={"mixtral_8_7b": "mixtral_8x7b"},
+    dense_experts=("MixtralMoeExperts",),
     exports={"MistralBackbone": Export(_export_mistral)},
 )
 

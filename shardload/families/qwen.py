@@ -136,7 +136,23 @@ QWEN_2_FAMILY = Family(
         "qwen2.5_7b": _published_qwen_2(Dims(3584, 28, 28, 4, 18944), vocab=152064, tied=False),
         "qwen2.5_32b": _published_qwen_2(Dims(5120, 64, 40, 8, 27648), vocab=152064, tied=False),
         "qwen2.5_72b": _published_qwen_2(Dims(8192, 80, 64, 8, 29568), vocab=152064, tied=False),
+        "qwen1.5_moe_a2.7b": published_decoder(
+            *("qwen2_moe", "Qwen2MoeForCausalLM", Dims(2048, 24, 16, 16, 5632)),
+            vocab=151936,
+            tied=False,
+            num_experts=60,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            decoder_sparse_step=1,
+            norm_topk_prob=False,
+            rope_theta=1000000.0,
+            use_sliding_window=False,
+            sliding_window=32768,
+        ),
     },
+    aliases={"qwen1.5_moe_2.7b": "qwen1.5_moe_a2.7b"},
+    dense_experts=("QwenMoeExperts",),
     gguf=(
         GgufArchitecture(name="qwen2", config=_gguf_qwen_2, block_names=BLOCK),
         GgufArchitecture(name="qwen2moe", config=_gguf_qwen_2_moe, block_names=BLOCK | EXPERTS | _SHARED_EXPERT),
@@ -150,6 +166,17 @@ def _published_qwen_3(dims: Dims, *, tied: bool) -> dict[str, Any]:
     rest: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0}
     rest |= {"use_sliding_window": False, "sliding_window": None}
     return published_decoder("qwen3", "Qwen3ForCausalLM", dims, vocab=151936, tied=tied, **rest)
+
+
+def _published_qwen_3_moe(dims: Dims, *, width: int) -> dict[str, Any]:
+    rest: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": width}
+    rest |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    return {
+        **_published_qwen_3(dims, tied=False),
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **rest,
+    }
 
 
 def _complete_qwen_3_moe(config: dict[str, Any]) -> None:
@@ -207,7 +234,11 @@ QWEN_3_FAMILY = Family(
         "qwen3_8b": _published_qwen_3(Dims(4096, 36, 32, 8, 12288), tied=False),
         "qwen3_14b": _published_qwen_3(Dims(5120, 40, 40, 8, 17408), tied=False),
         "qwen3_32b": _published_qwen_3(Dims(5120, 64, 64, 8, 25600), tied=False),
+        "qwen3_30b_a3b": _published_qwen_3_moe(Dims(2048, 48, 32, 4, 6144), width=768),
+        "qwen3_235b_a22b": _published_qwen_3_moe(Dims(4096, 94, 64, 4, 12288), width=1536),
     },
+    aliases={"qwen3_moe_30b_a3b": "qwen3_30b_a3b", "qwen3_moe_235b_a22b": "qwen3_235b_a22b"},
+    dense_experts=("Qwen3MoeExperts",),
     gguf=(
         GgufArchitecture(
             name="qwen3",
@@ -237,6 +268,7 @@ QWEN_3_5_FAMILY = Family(
     name="qwen3_5",
     title="Qwen 3.5",
     model_types=(QWEN_3_5, replace(QWEN_3_5, name="qwen3_5_moe")),
+    dense_experts=("Qwen3_5MoeExperts",),
     gguf_refused=dict.fromkeys(
         ("qwen35", "qwen35moe"), "it stores -exp(A_log), from which A_log cannot be recovered bit for bit"
     ),

@@ -99,6 +99,8 @@ class ModelType:
     """The quantisation method (``mxfp4``) whose tensors KerasHub's converter decodes; all others are refused."""
     loads_head_of: tuple[str, ...] = ()
     """Names of transformers' classes whose task head KerasHub can load; image classifiers need not be listed."""
+    unstated_dtype: str = "float32"
+    """Dtype of published checkpoints whose configuration states none, for a plan without their weights."""
     rounded_to: str | None = None
     """Dtype that KerasHub's converter rounds every tensor to when it reads a checkpoint; ``None``: it rounds none."""
 
@@ -125,6 +127,8 @@ class Family:
     """Alias → why no size has this name, as a clause for notes: ``Gemma 2 was never released at 7B``."""
     windows_without_self: tuple[str, ...] = ()
     """Classes of KerasHub's layers whose window leaves out the attending token, so that it sees one token more."""
+    dense_experts: tuple[str, ...] = ()
+    """Classes of KerasHub's layers with the experts of a mixture, of which every one computes every token."""
     ties_unsaid: tuple[str, ...] = ()
     """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``. For files that Keras wrote, the tensors
     tell it: without those of an output layer, the embedding is the output layer."""

@@ -87,6 +87,16 @@ def _beyond(layer: Any) -> int:
     return int(any(type(layer).__name__ in family.windows_without_self for family in families()))
 
 
+def dense_experts_note(model: Any) -> str | None:
+    """Return a note if a model has experts that all compute every token, whichever the router chose; else ``None``."""
+    dense = {name for family in families() for name in family.dense_experts}
+    found = next((layer for layer in layers(model) if type(layer).__name__ in dense), None)
+    return found and (
+        f"dense dispatch: KerasHub's {type(found).__name__} computes every expert for every token. Compute and "
+        f"activations are those of all {found.num_experts} experts, and no all-to-all moves tokens between devices"
+    )
+
+
 def _is_obeyed(layer: Any, name: str) -> bool:
     """Whether a layer applies its window, found by a call: KerasHub's Qwen models ignore it with fused attention."""
     if not hasattr(layer, "_compute_attention") or not hasattr(layer, "_mask_sliding_window"):

@@ -68,13 +68,18 @@ def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> M
 def _of_hugging_face(described: Manifest) -> Manifest:
     name = building.checkpoint_dtype(described)
     try:
-        return hugging_face(described.config, described.location, stored=name)
+        found = hugging_face(described.config, described.location, stored=name)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"Cannot plan {described.source}, which has no weights: {error}. Download its weights to that folder"
         ) from error
     except SourceError as error:
         raise SourceError(f"Cannot plan {described.source}, which has no weights: {error}") from error
+    quantised, decoded = described.config.get("quantization_config"), model_type_of(described.config).decodes
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    if method is None or method != decoded:
+        return found  # of a method that cannot be loaded at all, building the model says so
+    return replace(found, notes=(f"planned as plain {name} weights: of {method} codes, a load reads fewer bytes",))
 
 
 def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:

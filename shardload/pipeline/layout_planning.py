@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload.errors import DoesNotFitError
+from shardload.hub.built import dense_experts_note
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.layout_search.searching import (
     BATCH_PER_POSITION,
@@ -138,7 +139,8 @@ class _Planning:
         for variable in model.weights:
             sizes[str(stored_dtype(variable))] += math.prod(variable.shape)
         dtypes = tuple(name for name, _ in sizes.most_common())
-        return LayoutReport(manifest.source, plan, smallest, compiled, spent, source.notes, sizes.total(), dtypes)
+        notes = (*source.notes, *filter(None, [dense_experts_note(model)]))
+        return LayoutReport(manifest.source, plan, smallest, compiled, spent, notes, sizes.total(), dtypes)
 
     def _stage(self, name: str, text: str) -> Any:
         self.progress.start(0, text)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardload.hub import fidelity
+from shardload.hub.built import dense_experts_note
 from shardload.keras_bridge.hub_imports import imports_s
 from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
@@ -161,6 +162,7 @@ def plan_report(
             "device memory and the smallest mesh cover weights alone, as for every load. To plan a whole step within a "
             "limit, use shardload.parallel.search or search_smallest_mesh",
         )
+    facts["notes"] += tuple(filter(None, [dense_experts_note(prepared.model)]))
     return PlanReport(**facts, fits=_fit(prepared, layout, device_memory_bytes), hosts=hosts)
 
 

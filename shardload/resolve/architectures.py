@@ -75,8 +75,9 @@ def _scale_widths(small: ArchitectureConfig, scale: float) -> None:
         small[hidden_key] = _eighths(small[hidden_key] * scale)
     else:  # heads divide the width, so scale the width of one head
         small[hidden_key] = heads * _eighths(small[hidden_key] / heads * scale)
-    if "intermediate_size" in small:
-        small["intermediate_size"] = _eighths(small["intermediate_size"] * scale)
+    for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if key in small:
+            small[key] = _eighths(small[key] * scale)
 
 
 def _eighths(value: float) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError, UsageError, suggests_arguments
+from shardload.families.registry import model_type_of
 from shardload.loaders import describe_folder, folder_of, open_manifest, open_variant, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.orbax.loader import SPEC, open_orbax
@@ -191,7 +192,10 @@ def _without_weights(
         nested = (manifest.config.get(key) for key in ("config", "text_config"))
         parts = (manifest.config, *(part for part in nested if isinstance(part, Mapping)))
         if all(part.get(key) is None for part in parts for key in ("dtype", "torch_dtype")):
-            note += ". It states no dtype: sizes are for float32; pass dtype (--dtype) for another"
+            assumed = model_type_of(manifest.config).unstated_dtype
+            note += f". It states no dtype: sizes are for {assumed}; pass dtype (--dtype) for another"
+            if assumed != "float32":
+                manifest = replace(manifest, config={**manifest.config, "torch_dtype": assumed})
     if format not in (None, manifest.format):
         raise SourceError(
             f"Cannot plan {manifest.source} as {format}: it has no weights, and its configuration describes "

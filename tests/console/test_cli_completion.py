@@ -57,13 +57,16 @@ def test_offers(line, offered, complete):
     assert complete(line) == offered
 
 
+MIXTRAL = ["mixtral_8x7b", "mixtral_8_7b", "mixtral_8x22b"]
+
+
 def test_checkpoints_in_the_root_are_offered(tmp_path, complete, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path))
     (tmp_path / "mine.weights.h5").touch()
     (tmp_path / "my_folder").mkdir()
     (tmp_path / "my_notes.txt").touch()
     (tmp_path / ".hidden").mkdir()
-    assert complete("shardload load m") == ["mine", "my_folder", "mistral_7b"]
+    assert complete("shardload load m") == ["mine", "my_folder", "mistral_7b", *MIXTRAL]
 
 
 def test_formats_of_other_packages_are_not_imported(tmp_path, complete, monkeypatch):
@@ -71,7 +74,7 @@ def test_formats_of_other_packages_are_not_imported(tmp_path, complete, monkeypa
     monkeypatch.setattr(registry, "announced", lambda: {"npz": point})
     monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path))
     (tmp_path / "mine.weights.h5").touch()
-    assert complete("shardload load m") == ["mine", "mistral_7b"]
+    assert complete("shardload load m") == ["mine", "mistral_7b", *MIXTRAL]
 
 
 def test_a_root_that_cannot_be_read_does_not_disturb_the_prompt(complete, monkeypatch):

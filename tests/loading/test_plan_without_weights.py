@@ -1,11 +1,13 @@
 """A plan from a configuration alone is that of the checkpoint itself; only a plan needs no weights."""
 
+import inspect
 import json
 import math
 import shutil
 import socket
 
 import hub_folders
+import jax
 import pytest
 import small_folders
 from small_family import published
@@ -14,9 +16,11 @@ from transformers_cross.cases import CASES
 
 import shardload
 from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
-from shardload.hub import kerashub
+from shardload.hub import built, kerashub
 from shardload.hub.config_forms import transformers_tensors
 from shardload.loaders import open_manifest
+from shardload.pipeline.load import build, open_planned
+from shardload.pipeline.request import PlanRequest
 from shardload.resolve import hubs
 from shardload.resolve.architectures import lookup, scaled
 from shardload.synth import synth
@@ -291,7 +295,7 @@ def test_a_model_that_computes_what_it_saves_is_refused(name, tmp_path):
 
 
 LISTED = {"bert", "gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe"}
-LISTED |= {"qwen3", "qwen3_moe"}
+LISTED |= {"qwen3", "qwen3_moe", "gpt_oss"}
 """Of these, the tensors are known without the model."""
 
 
@@ -300,6 +304,51 @@ def test_every_family_is_planned():
     # KerasHub has no converters for the text models alone.
     assert written - LOADABLE.keys() == {"qwen3_5_text", "qwen3_5_moe_text"}
     assert {name.partition(", ")[0] for name in EXPERTS} <= LOADABLE.keys()
+
+
+MIXTURES = ["gpt_oss, untied", "gemma4_text, experts", "mixtral, untied", "qwen2_moe, untied", "qwen3_moe, untied"]
+MIXTURES += ["qwen3_5_moe, text"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_expert_computes_every_token_and_the_plan_says_so(name, tmp_path):
+    config = folders.read_family(name.partition(", ")[0])[name]["json"]["config.json"]
+    folder = config_folder(tmp_path / "mixture", config)
+    [note] = [note for note in shardload.plan(folder, mesh="expert=2").notes if "dense dispatch" in note]
+    request = PlanRequest(source=folder)
+    model = build(open_planned(request).manifest, request.construction)
+    layer = next(layer for layer in built.layers(model) if type(layer).__name__ in note)
+    assert f"all {layer.num_experts} experts" in note and layer.num_experts > 1
+    tokens, experts = 7, layer.num_experts
+    weights = next(w for w in layer.weights if len(w.shape) == 3)
+    width = next(d for d in weights.shape[1:] if d in (config.get("text_config") or config).values())
+    state = [[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in layer.trainable_variables], []]
+    x = [jax.ShapeDtypeStruct((tokens, width), "float32")]
+    if "dispatch_weights" in inspect.signature(layer.call).parameters:
+        x.append(jax.ShapeDtypeStruct((tokens, experts), "float32"))
+    jaxpr = jax.make_jaxpr(layer.stateless_call)(*state, *x)
+    products = [e.outvars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert products and all(shape[0] == experts and tokens in shape for shape in products)
+
+
+def test_a_model_without_experts_has_no_such_note():
+    assert not any("dispatch" in note for note in shardload.plan("gpt2_base").notes)
+
+
+def test_experts_are_spread_over_their_axis_and_nothing_else_is(tmp_path):
+    config = lookup("qwen3_30b_a3b")[1] | {"num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+    planned = shardload.plan(config_folder(tmp_path / "qwen", config), mesh="data=2,expert=8")
+    experts = 2 * 128 * 3 * 2048 * 768 * 2  # layers, experts, kernels, dims, bytes
+    assert {device.bytes for device in planned.devices} == {planned.weight_bytes - experts * 7 // 8}
+    assert (planned.layout.sharded, planned.layout.fallbacks) == (2 * 2, ())
+
+
+def test_codes_in_a_configuration_are_planned_as_plain_weights_in_their_usual_dtype(tmp_path):
+    config = lookup("gpt_oss_20b")[1] | {"quantization_config": {"quant_method": "mxfp4"}, "num_hidden_layers": 2}
+    planned = shardload.plan(config_folder(tmp_path / "oss", config), mesh="1x8")
+    assert planned.dtypes == ("bfloat16",)
+    assert "sizes are for bfloat16" in planned.notes[0]
+    assert planned.notes[1] == "planned as plain bfloat16 weights: of mxfp4 codes, a load reads fewer bytes"
 
 
 UNKNOWN = ("olmoe", "deepseek_v2", "deepseek_v3", "granitemoe", "phimoe", "llama4", "llama4_text", "jamba", "dbrx")
