@@ -32,6 +32,7 @@ from shardload.reports import (
     Outside,
     PlanReport,
     Stages,
+    VariableUse,
     fold,
 )
 from shardload.reports.facts import CacheBytes, Note, NoteKind
@@ -199,26 +200,49 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
 
 def _weights(prepared: PreparedLoad) -> dict[str, Any]:
     """Return fields of the report, by name, on variables that get tensors: counts, sizes, dtypes, devices, layout."""
-    variables = prepared.mapping.provided
-    layouts = [prepared.layouts.of(v) for v in variables]
-    replicated = sum(layout.is_replicated for layout in layouts)
-    sizes, device_bytes = Counter[str](), 0
-    for v, layout in zip(variables, layouts, strict=True):
-        sizes[str(stored_dtype(v))] += math.prod(v.shape) * stored_dtype(v).itemsize
-        # Equal for all positions, because every split is even.
-        device_bytes += math.prod(layout.shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
+    used, sizes = _variables(prepared), Counter[str]()
+    for v in used:
+        sizes[v.dtype] += v.bytes
+    # Equal for all positions, because every split is even.
+    device_bytes = sum(v.device_bytes for v in used)
+    sharded = sum(v.shape != v.shard_shape for v in used)
     return {
         "mesh": str(prepared.devices.mesh),
         "devices": tuple(
             DeviceUse(position if d is None else d.id, "planned" if d is None else d.platform, device_bytes)
             for position, d in enumerate(prepared.devices.devices)
         ),
-        "variables": len(variables),
-        "parameters": sum(math.prod(v.shape) for v in variables),
+        "variables": len(used),
+        "parameters": sum(math.prod(v.shape) for v in used),
         "weight_bytes": sizes.total(),
         "dtypes": tuple(name for name, _ in sizes.most_common()),
-        "layout": LayoutSummary(len(layouts) - replicated, replicated, prepared.layouts.fallbacks),
+        "layout": LayoutSummary(sharded, len(used) - sharded, prepared.layouts.fallbacks, used),
     }
+
+
+def _variables(prepared: PreparedLoad) -> tuple[VariableUse, ...]:
+    """Return an entry for each variable that gets a value from the checkpoint, in the order of the model."""
+    named = [(b.name, b.variable, b.view.tensor) for b in prepared.mapping.bindings]
+    named += [(name, v, "") for c in prepared.mapping.computed for name, v in zip(c.names, c.variables, strict=True)]
+    used: dict[int, VariableUse] = {}
+    for name, variable, tensor in named:
+        planned, dtype, shape = prepared.layouts.by_id[id(variable)], stored_dtype(variable), tuple(variable.shape)
+        shard = planned.layout.shard_shape(shape)
+        used.setdefault(
+            id(variable),
+            VariableUse(
+                name=name,
+                tensor=tensor,
+                dtype=str(dtype),
+                shape=shape,
+                shard_shape=shard,
+                spec=planned.layout.spec,
+                bytes=math.prod(shape) * dtype.itemsize,
+                device_bytes=math.prod(shard) * dtype.itemsize,
+                reason=planned.rule,
+            ),
+        )
+    return tuple(used[key] for key in prepared.layouts.by_id if key in used)
 
 
 def _notes(prepared: PreparedLoad) -> Iterator[str]:

@@ -5,7 +5,9 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
 
     source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
     seconds{imports, build, plan, transfer, warm_up, other, total, ready}, throughput_gb_s,
-    host_bytes{budget, peak_staging}, layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]},
+    host_bytes{budget, peak_staging},
+    layout{sharded, replicated, fallbacks[{variable, wanted, got, why}],
+           variables[{name, tensor, dtype, shape, shard_shape, spec, bytes, device_bytes, reason}]},
     missing, unused, cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed,
     initialised, outside[{tensor, reason}], dtypes, notes
     cluster{needed, total_read, ratio, read, received, exchanged}                                       loads only
@@ -30,7 +32,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -55,7 +56,9 @@ from shardload.reports.facts import (
     ReadReason,
     SharedReads,
     Stages,
+    VariableUse,
 )
+from shardload.reports.names import TIMES, Folded, fold, printable
 from shardload.sharding.layout import Fallback
 from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
 
@@ -149,14 +152,7 @@ class Report:
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def __str__(self) -> str:
-        # The same text under any FORCE_COLOR and COLUMNS. rich pads each line with spaces, hence rstrip.
-        text = io.StringIO()
-        # In a notebook, rich would display the report there and write nothing to the file.
-        plain = Console(
-            file=text, width=_TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False, force_jupyter=False
-        )
-        plain.print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return _plain(self, width=_TEXT_WIDTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -177,6 +173,16 @@ class PlanReport(Report):
     """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
     hosts: HostReads | None = None
     """What each host reads; ``None`` if no number of hosts was given."""
+
+
+def _plain(shown: RenderableType, *, width: int = 10_000) -> str:
+    """Return what rich renders as text without colours, the same under any FORCE_COLOR and COLUMNS."""
+    text = io.StringIO()
+    # In a notebook, rich would display the report there and write nothing to the file.
+    plain = Console(file=text, width=width, no_color=True, highlight=False, force_terminal=False, force_jupyter=False)
+    plain.print(shown)
+    # rich pads each line with spaces.
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _finite(value: Any) -> Any:
@@ -407,48 +413,8 @@ def _columns(*justify: str) -> Table:
     return table
 
 
-TIMES = "×"  # noqa: RUF001 - the multiplication sign is meant
-_NUMBERS = re.compile(r"(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """Names that differ only in their numbers, shown as one line: ``decoder_block_*/attention/key/kernel  ×18``."""
-
-    pattern: str
-    """The name, with ``*`` where the names differ."""
-    count: int
-
-    def __str__(self) -> str:
-        return self.pattern if self.count == 1 else f"{self.pattern} {TIMES}{self.count}"
-
-
-def fold(names: Iterable[str]) -> tuple[Folded, ...]:
-    """Group names that differ only in numbers, in order of first appearance; a number that all share is kept.
-
-    decoder_block_0/attention/key/kernel
-    decoder_block_1/attention/key/kernel      ─ fold ─►   decoder_block_*/attention/key/kernel  ×18
-    …
-    decoder_block_17/attention/key/kernel
-    """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_NUMBERS.sub("0", name), []).append(name)
-    folded = []
-    for group in groups.values():
-        # The group in `_NUMBERS` keeps the numbers in the split, so all names have as many parts.
-        columns = zip(*(_NUMBERS.split(name) for name in group), strict=True)
-        pattern = "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
-        folded.append(Folded(printable(pattern), len(group)))
-    return tuple(folded)
-
-
-def printable(text: str, *, keep: str = "") -> str:
-    r"""Return ``text``, such as untrusted names, with control characters as escapes (``\x1b``), except ``keep``."""
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
-
-
 __all__ = [
+    "TIMES",
     "ByteCounts",
     "Cast",
     "ClusterBytes",
@@ -466,4 +432,7 @@ __all__ = [
     "Report",
     "SharedReads",
     "Stages",
+    "VariableUse",
+    "fold",
+    "printable",
 ]

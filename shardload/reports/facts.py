@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from shardload.sharding.layout import Fallback
+from shardload.sharding.layout import Fallback, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +177,27 @@ class HostReads:
 
 
 @dataclass(frozen=True, slots=True)
+class VariableUse:
+    """One variable: its layout and why it has it, its bytes, and where its value comes from."""
+
+    name: str
+    tensor: str
+    """Name of the checkpoint's tensor that the variable gets; empty if its value is computed."""
+    dtype: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    """Shape of the part that one device has."""
+    spec: Spec
+    """For each dim, the mesh axes that split it."""
+    bytes: int
+    """Bytes of the whole variable."""
+    device_bytes: int
+    """Bytes of the part that one device has."""
+    reason: str
+    """Why the variable has this layout: its role (``bias``), or the pattern of a user's rule, say."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutSummary:
     """How variables are spread over the mesh: how many are split, how many are whole on every device."""
 
@@ -186,6 +207,8 @@ class LayoutSummary:
     """Number of variables that every device has completely."""
     fallbacks: tuple[Fallback, ...] = ()
     """Variables that got another layout than their rule asks for, because it does not divide their shape, say."""
+    variables: tuple[VariableUse, ...] = ()
+    """All variables that get a value from the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,15 @@ def test_load_reports_one_object(loaded):
     assert [d["platform"] for d in loaded.json["devices"]] == ["cpu"] * 8
 
 
+def test_the_report_lists_the_layout_of_each_variable(loaded):
+    found = loaded.json["layout"]["variables"]
+    assert len(found) == loaded.json["variables"] and sum(v["bytes"] for v in found) == loaded.json["weight_bytes"]
+    assert sum(v["device_bytes"] for v in found) == loaded.json["devices"][0]["bytes"]
+    kernel = next(v for v in found if v["name"] == "decoder_block_0/ffw_gating/kernel")
+    assert (kernel["dtype"], kernel["reason"], kernel["spec"]) == ("bfloat16", "column", [[], ["model"]])
+    assert kernel["shard_shape"] == [kernel["shape"][0], kernel["shape"][1] // 8] and kernel["tensor"]
+
+
 def test_every_needed_byte_is_accounted_for(loaded):
     found = loaded.json
     assert found["bytes"]["read"] >= found["bytes"]["needed"] == found["weight_bytes"] > 0

@@ -18,6 +18,7 @@ from shardload.reports import (
     LayoutSummary,
     Outside,
     Stages,
+    VariableUse,
     fold,
     printable,
 )
@@ -41,13 +42,17 @@ def test_json_has_the_promised_keys_in_order():
 
 
 def test_json_nests_as_promised():
-    layout = LayoutSummary(190, 46, key_fallbacks(1))
+    variable = VariableUse("a", "A", "int8", (4, 2), (2, 2), (("model",), ()), 8, 4, "row")
+    layout = LayoutSummary(190, 46, key_fallbacks(1), (variable,))
     found = load_report(layout=layout, cast=(Cast("a", "float32", "bfloat16"),)).to_json()
     assert list(found["devices"][0]) == ["id", "platform", "bytes"]
     assert list(found["bytes"]) == ["needed", "read"]
     assert list(found["seconds"]) == ["imports", "build", "plan", "transfer", "warm_up", "other", "total", "ready"]
     assert list(found["host_bytes"]) == ["budget", "peak_staging"]
-    assert list(found["layout"]) == ["sharded", "replicated", "fallbacks"]
+    assert list(found["layout"]) == ["sharded", "replicated", "fallbacks", "variables"]
+    assert list(found["layout"]["variables"][0]) == [
+        "name", "tensor", "dtype", "shape", "shard_shape", "spec", "bytes", "device_bytes", "reason",
+    ]  # fmt: skip
     assert list(found["layout"]["fallbacks"][0]) == ["variable", "wanted", "got", "why"]
     assert found["cast"] == [{"variable": "a", "stored": "float32", "loaded": "bfloat16"}]
 
