@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ def load(
     initialization_timeout: options.InitializationTimeout = None,
     format: options.FormatOption = None,
     ignore_config: options.IgnoreConfig = None,
+    html: options.HtmlOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
     log_json: options.LogJson = False,
@@ -153,7 +154,9 @@ def load(
                     if ready is not None:
                         out.text(f"Ready {format_seconds(ready)} after the load began\n")
                     out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
-        # After the block that exits on Ctrl-C, which would add a second object to one that is being written.
+        # After the block that exits on Ctrl-C: it would leave half a file, and add a second object to one that is being
+        # written.
+        _write((html, report.to_html))
         if json:
             shares = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
             generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
@@ -207,6 +210,7 @@ def plan(
     compile: options.CompileStepOption = False,
     save_plan: options.SavePlanOption = None,
     svg: options.SvgOption = None,
+    html: options.HtmlOption = None,
     ignore: options.Ignore = None,
     format: options.FormatOption = None,
     ignore_config: options.IgnoreConfig = None,
@@ -281,7 +285,10 @@ def plan(
                     replicas=replicas.value,
                 )
         if searched:
-            _write(found.plan, save_plan, svg)
+            _save(found.plan, save_plan)
+            _write((svg, found.plan.to_svg), (html, found.plan.to_html))
+        else:
+            _write((html, found.to_html))
         if json:
             out.json(found.to_json())
         elif searched:
@@ -303,14 +310,19 @@ def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
     return bool(given) or layout == "search"
 
 
-def _write(plan: Any, save_plan: Path | None, svg: Path | None) -> None:
-    for path, write in ((save_plan, plan.save), (svg, lambda path: path.write_text(plan.to_svg()))):
+def _save(plan: Any, path: Path | None) -> None:
+    if path is not None:
+        plan.save(path)
+        streams.note(f"wrote {path}")
+
+
+def _write(*files: tuple[Path | None, Callable[[], str]]) -> None:
+    """Write the text that a function returns to each file that was asked for."""
+    for path, text in files:
         if path is None:
             continue
         try:
-            write(path)
-        except WriteError:
-            raise
+            path.write_text(text(), encoding="utf-8")
         except OSError as error:
             raise WriteError(f"Cannot write {str(path)!r}: {error.strerror or error}.") from error
         streams.note(f"wrote {path}")

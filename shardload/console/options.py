@@ -297,6 +297,15 @@ SvgOption = Annotated[
         help="Draw memory per device, and what is split where, as SVG.",
     ),
 ]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE.html",
+        callback=new_file(".html"),
+        help="Write a page with a bar for each device, and a table of variables: how each is split, and why.",
+    ),
+]
 DtypeOption = Annotated[
     str | None,
     typer.Option(

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardload.errors import LayoutError, UsageError, WriteError
 from shardload.keras_bridge.variables import numbered
+from shardload.layout_search.plan_page import plan_page
 from shardload.layout_search.plan_parts import (
     ComparedNumbers,
     CompiledCheck,
@@ -133,13 +134,12 @@ class LayoutPlan:
         """Return the plan as text for people: memory and its limit, collectives, and layouts of variables."""
         picture = self._picture()
         milliseconds = float(f"{self.step_s * 1e3:.4g}")  # an estimate: four digits, and no exponent
-        rates = ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float | int))
         lines = [f"{picture.title}, inputs {self.inputs}", *picture.memory_lines("#" if ascii_only else "█")]
         lines.append(f"a step: about {milliseconds:g} ms, {format_bytes(self.exchanged_bytes)} of collective results")
         for e in self.exchanges:
             done = f"{plural(e.count, e.kind)} over {e.axis}"
             lines.append(f"  {done}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms")
-        lines += [*picture.layout_lines(), f"cost constants: {rates}", *(f"note: {note}" for note in self.notes)]
+        lines += [*picture.layout_lines(), f"cost constants: {self._rates}", *(f"note: {note}" for note in self.notes)]
         if self.compiled is not None:
             lines.append(self.compiled.line(self.device_memory_bytes))
         if self.numbers is not None:
@@ -152,6 +152,24 @@ class LayoutPlan:
         It has no dependencies and follows the reader's light or dark theme.
         """
         return self._picture().svg()
+
+    def to_html(self) -> str:
+        """Return the plan as a page of HTML that needs no other file and opens no connection.
+
+        It shows memory and collectives as bars, and a table of all variables to sort and search: how each is split, and
+        why, with what the opposite decisions cost.
+        """
+        facts = [("A step", f"about {self.step_s * 1e3:.4g} ms, {format_bytes(self.exchanged_bytes)} of collectives")]
+        facts += [("Note", note) for note in self.notes]
+        facts += [("Compiled", self.compiled.line(self.device_memory_bytes))] if self.compiled is not None else []
+        facts += [("Compared", self.numbers.line())] if self.numbers is not None else []
+        facts.append(("Cost constants", self._rates))
+        named = tuple(zip(self.names, self.variables, strict=True))
+        return plan_page(self._picture(), named, self.decisions, self.exchanges, facts=facts).html()
+
+    @property
+    def _rates(self) -> str:
+        return ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float | int))
 
     def _picture(self) -> PlanPicture:
         title = f"{self.model} on {self.mesh}, {'training' if self.training else 'inference'}"

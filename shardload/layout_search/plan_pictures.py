@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 from shardload.layout_search.plan_parts import DeviceBytes, PlannedVariable
+from shardload.reports.page import AXIS_COLOURS, PART_COLOURS
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
@@ -25,7 +26,7 @@ _WIDTH = 40
 """Width of a full bar in the text picture, in characters."""
 _NAME_WIDTH = 56
 """Width of the column of names, in characters. A longer name moves the rest of its line to the right."""
-_PARTS = ("weights", "gradients", "slots", "activations")
+MEMORY_PARTS = ("weights", "gradients", "slots", "activations")
 """The fields of `DeviceBytes` that a picture shows as parts of a device's memory, in this order."""
 
 SVG_WIDTH, MARGIN = 960, 24
@@ -37,8 +38,6 @@ _NAME_CHARACTERS = 46
 _SUBTITLE_CHARACTERS = 130
 _MOST_MARKS = 16
 """A picture marks the parts of a split dim, but at most so many of them: more marks would look like a grey area."""
-_PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
-_AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
 _STYLE = """\
 text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:#1f2328}
 .back{fill:#ffffff}.title{font-size:18px;font-weight:600}.soft{fill:#59636e;font-size:12px}
@@ -110,7 +109,7 @@ class PlanPicture:
         full = max(limit or 0, device.total, 1)
         share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
         yield f"per device: {format_bytes(device.total)}{share}"
-        rows = [(name, getattr(device, name), block) for name in _PARTS]
+        rows = [(name, getattr(device, name), block) for name in MEMORY_PARTS]
         rows.append(("free", max((limit or 0) - device.total, 0), "."))
         begun = 0
         for name, nbytes, mark in rows:
@@ -174,10 +173,10 @@ def _svg_memory(picture: PlanPicture) -> Iterator[str]:
     of = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
     yield _text(MARGIN, BAR_TOP - 12, f"Memory per device: {format_bytes(device.total)}{of}")
     x, legend = float(MARGIN), float(MARGIN)
-    for name in _PARTS:
+    for name, colour in zip(MEMORY_PARTS, PART_COLOURS, strict=True):
         nbytes = getattr(device, name)
         label = f"{name} {format_bytes(nbytes)}"
-        fill = f'fill="{_PART_COLOURS[name]}"'
+        fill = f'fill="{colour}"'
         yield _box(x, BAR_TOP, (wide * nbytes / full, BAR_HEIGHT), fill, label)
         yield _box(legend, BAR_TOP + BAR_HEIGHT + 14, (12, 12), fill)
         yield _text(legend + 18, BAR_TOP + BAR_HEIGHT + 25, label)
@@ -198,7 +197,7 @@ def _axes(mesh: MeshSpec) -> Iterator[str]:
     yield _text(BYTES_RIGHT, y, "each device", "soft", anchor="end")
     for i, (axis, size) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
         x = DIMS_LEFT + 110 * i
-        yield _box(x, y - 11, (12, 12), f'fill="{_AXIS_COLOURS[i % len(_AXIS_COLOURS)]}"')
+        yield _box(x, y - 11, (12, 12), f'fill="{AXIS_COLOURS[i % len(AXIS_COLOURS)]}"')
         yield _text(x + 18, y, f"{axis} ÷{size}")
 
 
@@ -227,7 +226,7 @@ def _dim(row: VariableRow, d: int, y: float, axes: Sequence[str]) -> Iterator[st
     for i, axis in enumerate(split):
         band = 22 / len(split)
         dashed = ' stroke-dasharray="3 2"' if axis in row.stored else ""
-        colour = _AXIS_COLOURS[axes.index(axis) % len(_AXIS_COLOURS)]
+        colour = AXIS_COLOURS[axes.index(axis) % len(AXIS_COLOURS)]
         style = f'fill="{colour}" class="split"{dashed}'
         title = f"stored split over {axis}, gathered for use" if axis in row.stored else f"split over {axis}"
         yield _box(x, y + band * i, (DIM_WIDTH, band), style, title)

@@ -35,7 +35,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -59,6 +59,7 @@ from shardload.reports.facts import (
     VariableUse,
 )
 from shardload.reports.names import TIMES, Folded, fold, printable
+from shardload.reports.report_page import report_page
 from shardload.sharding.layout import Fallback
 from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
 
@@ -77,6 +78,8 @@ _LEAST_SHOWN = 0.01
 class Report:
     """The fields that a load and a plan have in common; never instantiated, see `LoadReport` and `PlanReport`."""
 
+    kind: ClassVar[str]
+    """What the report is about, as the first word of a title."""
     source: str
     """Absolute path of the resolved source."""
     format: str
@@ -151,6 +154,27 @@ class Report:
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
+    def to_html(self) -> str:
+        """Return the report as a page of HTML that needs no other file and opens no connection.
+
+        It shows bytes per device and seconds per stage as bars, and a table of all variables to sort and search: how
+        each is split, and why.
+        """
+        hosts, drawn = getattr(self, "hosts", None), ("Devices", "Time", "Source")
+        page = report_page(
+            f"{self.kind} of {self.source} on {self.mesh}",
+            mesh=self.mesh,
+            devices=self.devices,
+            fits=getattr(self, "fits", None),
+            cluster=getattr(self, "cluster", None),
+            seconds=self.seconds,
+            layout=self.layout,
+            casts=self.cast,
+            reads=() if hosts is None or hosts.shared is None else hosts.shared.reasons,
+            facts=[(label, _plain(content)) for label, content in _rows(self, "█") if label not in drawn],
+        )
+        return page.html()
+
     def __str__(self) -> str:
         return _plain(self, width=_TEXT_WIDTH)
 
@@ -159,6 +183,7 @@ class Report:
 class LoadReport(Report):
     """The report of a load that ran."""
 
+    kind = "Load"
     cluster: ClusterBytes | None = None
     """What all processes read and exchanged; ``None`` if one process loaded alone."""
     cache: CacheBytes | None = None
@@ -169,6 +194,7 @@ class LoadReport(Report):
 class PlanReport(Report):
     """The report of a load that was only planned: sizes are exact, the time of the transfer is ``None``."""
 
+    kind = "Plan"
     fits: Fit | None = field(default=None)
     """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
     hosts: HostReads | None = None

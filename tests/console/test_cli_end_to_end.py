@@ -36,13 +36,16 @@ def cli(root, capfd, monkeypatch):
 @pytest.fixture(scope="module")
 def loaded(root) -> Done:
     """The load on eight simulated devices, as a person starts it."""
-    arguments = ("load", NAME, "--mesh", "1x8", "--platform", "cpu", "--json")
+    arguments = ("load", NAME, "--mesh", "1x8", "--platform", "cpu", "--json", "--html", str(root / "load.html"))
     return shardload(*arguments, SHARDLOAD_HOME=str(root))
 
 
-def test_load_reports_one_object(loaded):
+def test_load_reports_one_object(loaded, root):
     assert loaded.code == 0, loaded.stderr
-    assert loaded.stderr == "note: simulating 8 CPU devices for the mesh batch=1,model=8; no accelerator is used.\n"
+    assert loaded.stderr == (
+        "note: simulating 8 CPU devices for the mesh batch=1,model=8; no accelerator is used.\n"
+        f"note: wrote {root / 'load.html'}\n"
+    )
     assert loaded.json["format"] == "keras-hub-preset"
     assert [d["platform"] for d in loaded.json["devices"]] == ["cpu"] * 8
 
@@ -54,6 +57,20 @@ def test_the_report_lists_the_layout_of_each_variable(loaded):
     kernel = next(v for v in found if v["name"] == "decoder_block_0/ffw_gating/kernel")
     assert (kernel["dtype"], kernel["reason"], kernel["spec"]) == ("bfloat16", "column", [[], ["model"]])
     assert kernel["shard_shape"] == [kernel["shape"][0], kernel["shape"][1] // 8] and kernel["tensor"]
+
+
+def test_a_load_writes_a_page_with_all_variables_and_what_happened(loaded, root):
+    page = (root / "load.html").read_text("utf-8")
+    assert page.count("<details>") == loaded.json["variables"]
+    assert "<h1>Load of " in page and "cpu 7  batch=0, model=7</th>" in page and ">transfer</th>" in page
+
+
+def test_a_plan_of_reads_writes_a_page_of_its_own(cli, tmp_path):
+    file = tmp_path / "plan.html"
+    done = cli("plan", NAME, "--mesh", "1x3", "--hosts", "3", "--html", str(file))
+    assert done.code == 0 and f"note: wrote {file}\n" in done.stderr and "Fallbacks" in done.stdout
+    page = file.read_text("utf-8")
+    assert "<h1>Plan of " in page and "heads do not divide by 3" in page and "each host reads what it needs" in page
 
 
 def test_every_needed_byte_is_accounted_for(loaded):
@@ -213,6 +230,7 @@ def planned(root, tmp_path_factory) -> tuple[Done, Path]:
     """A plan as a person asks for it, in a process of its own, compiled, saved and drawn."""
     folder = tmp_path_factory.mktemp("plans")
     files = ("--save-plan", str(folder / "plan.json"), "--svg", str(folder / "plan.svg"))
+    files += ("--html", str(folder / "plan.html"))
     arguments = ("plan", NAME, "--mesh", "2x4", *STEP, "--device-memory", "16MiB", "--compile", "--json", *files)
     return shardload(*arguments, SHARDLOAD_HOME=str(root)), folder
 
@@ -241,6 +259,8 @@ def test_files_are_written_and_named(planned):
     done, folder = planned
     assert LayoutPlan.load(folder / "plan.json") == LayoutPlan.from_json(done.json["plan"])
     assert ElementTree.parse(folder / "plan.svg").getroot().tag.endswith("svg")
+    page = (folder / "plan.html").read_text("utf-8")
+    assert page.startswith("<!DOCTYPE html>") and "the opposite" in page and "token_embedding/<wbr>embeddings" in page
     assert "simulating 8 CPU devices" in done.stderr and f"wrote {folder / 'plan.json'}" in done.stderr
 
 
@@ -308,6 +328,7 @@ def test_an_optimizer_that_keras_does_not_know_is_refused(cli):
         (("--train", "sgd", "--layout", "auto"), "--train searches for layouts. Leave out --layout auto"),
         (("--save-plan", "plan.toml"), "'plan.toml' does not end in .json"),
         (("--svg", "no/such/folder/plan.svg"), "is not a file in an existing folder"),
+        (("--html", "plan.htm"), "does not end in .html"),
         (("--svg", "plan.png"), "does not end in .svg"),
         (("--batch", "0"), "it must be greater than or equal to 1"),
     ],
@@ -320,7 +341,7 @@ def test_usage(arguments, said, cli):
 def test_without_a_search_the_report_of_a_load_is_printed(capfd, monkeypatch):
     engine = install(monkeypatch)
     asked = {}
-    report = SimpleNamespace(fits=None, to_json=lambda: {"format": "gguf"})
+    report = SimpleNamespace(fits=None, to_html=str, to_json=lambda: {"format": "gguf"})
     engine.plan = lambda source, **options: asked.update(options) or report
     capfd.readouterr()
     assert main(("plan", "somewhere", "--json")) == 0

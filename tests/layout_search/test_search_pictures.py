@@ -1,12 +1,14 @@
-"""Plans as pictures: memory against the limit and what is split where, in the terminal and as SVG."""
+"""Plans as pictures and pages: memory against the limit and what is split where, in the terminal, as SVG and HTML."""
 
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
-from shardload.layout_search.plan_parts import DeviceBytes, PlannedVariable
+from shardload.layout_search.plan_parts import Decision, DeviceBytes, PlannedExchange, PlannedVariable
 from shardload.parallel import LayoutPlan
+from shardload.reports import TIMES
 from shardload.sharding.mesh import MeshSpec
 
 MIB = 2**20
@@ -85,3 +87,39 @@ def test_the_svg_says_what_is_split_and_stays_in_its_frame(plan):
 def test_an_svg_of_a_plan_over_its_limit_shows_the_limit_inside_the_bar(plan):
     root = ElementTree.fromstring(replace(plan, device_memory_bytes=6 * MIB).to_svg())
     assert float(root.find(f"{SVG}line[@class='limit']").get("x1")) == 24 + 456
+
+
+def cells(page, name):
+    row = re.search(rf'<tr><th scope="row">{re.escape(name)}</th>(.*?)</tr>', page, re.DOTALL)
+    return re.sub("<[^>]+>", "|", row[1])
+
+
+def test_the_page_has_a_bar_for_each_device_with_its_parts_and_the_limit(plan):
+    page = plan.to_html()
+    assert "<h1>Layout plan of lm &lt;small&gt; on batch=2,model=4, training</h1>" in page
+    assert page.count('<rect class="p3"') == 8 and "12.0 MiB" in cells(page, "device 7  batch=1, model=3")
+    assert '<li><span class="swatch p2"></span>slots 4.0 MiB</li>' in page
+    assert "the mark is the limit, 16.0 MiB, of which 75 % are used" in page
+
+
+def test_equal_devices_of_a_large_mesh_share_a_bar(plan):
+    page = replace(plan, mesh=MeshSpec(("batch", "model"), (64, 64)), variables=()).to_html()
+    assert "12.0 MiB each" in cells(page, f"device {TIMES} 4,096")
+
+
+def test_the_page_gives_the_decisions_about_each_variable_and_what_the_opposite_costs(plan):
+    dims = tuple(f"block_{i}/up/kernel[1]" for i in range(3))
+    plan = replace(plan, decisions=(Decision("model", True, 2048, dims, 2e-3),))
+    found = cells(plan.to_html(), "block_1/<wbr>up/<wbr>kernel")
+    assert "axis &#x27;model&#x27; splits the 2048 of" in found and "the opposite takes +2.000 ms per step" in found
+    assert "opposite" not in cells(plan.to_html(), "table/<wbr>embeddings")
+
+
+def test_the_page_says_what_is_stored_split_only_and_lists_collectives_and_notes(plan):
+    exchanges = (PlannedExchange("all-reduce", "model", 6, 3 * MIB, 0.0015),)
+    page = replace(plan, exchanges=exchanges, notes=("no <cache>",)).to_html()
+    found = cells(page, "table/<wbr>embeddings")
+    assert "4096 |÷4 model| |÷2 batch|" in found and "stored split over batch, and gathered for use" in found
+    assert '<span class="axis a0 stored" title="stored split, gathered for use">' in page
+    assert "1.500 ms for 3.0 MiB" in cells(page, "6 all-reduces over model")
+    assert "<dt>Note</dt><dd>no &lt;cache&gt;</dd>" in page

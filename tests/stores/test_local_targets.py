@@ -18,7 +18,7 @@ from shardload.stores.local import local_target
 
 SCHEMES = ("s3", "gs", "https", "hf", "abfss", "file")
 URL = "https://bucket/out"
-PLACES = {"dst", "path", "directory", "filepath", "save_plan", "svg"}
+PLACES = {"dst", "path", "directory", "filepath", "save_plan", "svg", "html"}
 """Names of parameters for places to write to."""
 OTHERS = {"LayoutPlan.load", "LayoutPlan.why", "restore"}
 """Have such a parameter, for what they read or for the path of a variable."""
@@ -94,6 +94,8 @@ COMMANDS = {
     ("cache", "directory"): ["cache", "--cache", URL],
     ("synth", "directory"): ["synth", "gemma3_270m", "--directory", URL],
     ("plan", "save_plan"): ["plan", "gemma3_270m", "--mesh", "1x2", "--save-plan", f"{URL}.json"],
+    ("load", "html"): ["load", "gemma3_270m", "--html", f"{URL}.html"],
+    ("plan", "html"): ["plan", "gemma3_270m", "--html", f"{URL}.html"],
     ("plan", "svg"): ["plan", "gemma3_270m", "--mesh", "1x2", "--svg", f"{URL}.svg"],
 }
 

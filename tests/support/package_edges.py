@@ -19,7 +19,7 @@ _ALLOWED = {
     "hub": "errors families keras_bridge loaders manifest stores transfer units",
     "layouts": "errors keras_bridge sharding typing units",
     "optimizers": "errors keras_bridge sharding units",
-    "layout_search": "errors keras_bridge layouts sharding stores typing units",
+    "layout_search": "errors keras_bridge layouts reports sharding stores typing units",
     "mapping": "errors families hub keras_bridge loaders manifest reports stores transfer units",
     "layout_checks": "errors keras_bridge layout_search layouts sharding stores transfer units",
     "runs": "errors interrupts keras_bridge loaders manifest mapping processes stores units",
