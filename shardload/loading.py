@@ -277,6 +277,7 @@ def plan(
     host_memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
     hosts: int | None = None,
+    kv_cache: tuple[int, int] | str | None = None,
     ignore: Sequence[str] = (),
     task: bool = True,
     format: str | None = None,
@@ -299,6 +300,9 @@ def plan(
         hosts: Number of processes that load together, each with equally many devices, which follow each other in the
             mesh: the report says how much each of them reads, and how much it receives from others if each byte is
             read by one of them. One process by default.
+        kv_cache: Rows and tokens of the KV cache that the model keeps while it generates, as text or as a pair:
+            ``"8x4096"`` is 8 sequences of 4096 tokens, prompts included, ``"4096"`` is one. The report says how many
+            bytes of it are on each device, and whether the plan fits with it. None by default.
         ignore: As for `load`.
         task: As for `load`.
         format: As for `load`.
@@ -314,6 +318,7 @@ def plan(
         host_memory_bytes=host_memory_bytes,
         device_memory_bytes=device_memory_bytes,
         hosts=hosts,
+        kv_cache=kv_cache,
         ignore=ignore,
         task=task,
         format=format,

@@ -19,6 +19,8 @@ from typing import Any
 
 from shardload.errors import UsageError
 
+KV_CACHE = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})", re.ASCII)
+"""Rows and tokens of a KV cache as text: ``8x4096``, or tokens alone."""
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _PREFIXES = ("", "k", "m", "g", "t", "p")
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re.IGNORECASE)

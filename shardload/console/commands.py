@@ -202,6 +202,7 @@ def plan(
     dtype: options.DtypeOption = None,
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
+    kv_cache: options.KvCacheOption = None,
     hosts: options.Hosts = None,
     replicas: options.ReplicasOption = options.ReplicasChoice.AUTO,
     train: options.TrainOption = None,
@@ -226,10 +227,12 @@ def plan(
     With --layout search, or any of --train, --batch, --sequence, --compile, --save-plan and --svg, it searches for the
     layouts that make a step fastest, within --device-memory if that is given.
 
-    With --device-memory the exit code is 1 when the weights, or the step, do not fit.
+    With --device-memory the exit code is 1 when the weights, with the cache of --kv-cache, or the step, do not fit.
 
     Examples:
     $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
+
+    $ shardload plan llama3.1_8b --mesh 1x8 --device-memory 16GiB --kv-cache 8x8192
 
     $ shardload plan llama3.1_405b --mesh 64x64 --hosts 512
 
@@ -240,6 +243,10 @@ def plan(
     searched = _searched(layout, {**steps, "save-plan": save_plan, "svg": svg})
     if searched and hosts is not None:
         raise typer.BadParameter("A search for layouts plans no reads: leave --hosts out.", param_hint="--hosts")
+    if searched and kv_cache is not None:
+        raise typer.BadParameter(
+            "A search for layouts has a cache of its own batch: leave --kv-cache out.", param_hint="--kv-cache"
+        )
     on_mesh = "1x1" if spec is None else str(spec)
     with streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
@@ -279,6 +286,7 @@ def plan(
                     host_memory_bytes=host_memory,
                     device_memory_bytes=device_memory,
                     hosts=hosts,
+                    kv_cache=kv_cache,
                     ignore=ignore or (),
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),

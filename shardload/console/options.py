@@ -20,7 +20,7 @@ from shardload.errors import MeshError, UsageError, did_you_mean
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.stores.local import local_target
-from shardload.units import FLOATS, dtype_name, parse_bytes
+from shardload.units import FLOATS, KV_CACHE, dtype_name, parse_bytes
 
 FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
 """Values of the option ``--format`` of commands that read a checkpoint: the names of all formats."""
@@ -140,6 +140,13 @@ def new_file(ending: str) -> Callable[[Path | None], Path | None]:
         return path
 
     return check
+
+
+def kv_cache(text: str | None) -> str | None:
+    """Check ``--kv-cache``: rows and tokens, ``8x4096``, or tokens alone; return its text, which the API parses."""
+    if text is None or KV_CACHE.fullmatch(text):
+        return text
+    raise typer.BadParameter(f"{text!r} is not rows and tokens, such as 8x4096")
 
 
 def mesh_option(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpec | None:
@@ -408,6 +415,15 @@ DeviceMemory = Annotated[
         parser=size_as_typed,
         help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do. A search "
         "uses no more.",
+    ),
+]
+KvCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache",
+        metavar="ROWSxTOKENS",
+        callback=kv_cache,
+        help="Count the KV cache of generation, in what fits too: 8x4096 is 8 sequences of 4096 tokens.",
     ),
 ]
 Hosts = Annotated[

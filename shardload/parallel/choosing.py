@@ -33,10 +33,11 @@ from shardload.layout_search.searching import MAX_DEVICES, MeshSearch, SearchOpt
 from shardload.layouts import model_variables
 from shardload.layouts.choice import LayoutChoice
 from shardload.layouts.choosing import MODES, choose_by_distribution, choose_by_rules, rules_in_file
+from shardload.layouts.kv_cache import KvCache
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import LayoutLike, MeshLike
-from shardload.units import format_bytes, format_bytes_down, format_bytes_up, is_integer, plural
+from shardload.units import check_kind, format_bytes, format_bytes_down, format_bytes_up, is_integer, plural
 
 
 def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -> LayoutChoice:
@@ -143,7 +144,8 @@ def tensor_parallel_mesh(device_count: int) -> MeshSpec:
 # ---- does it fit? ------------------------------------------------------------------------------------
 
 _RESERVED_SHARE = 0.1
-"""Least fraction of device memory that weights leave free, for activations, the generation cache and the runtime."""
+"""Least fraction of device memory that weights, and a KV cache that was asked for, leave free: for activations, the
+runtime, and a KV cache that was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +156,14 @@ class MeshFit:
     device_bytes: int
     """Bytes of the model's weights on each device of the mesh."""
     usable_bytes: int
-    """Bytes of a device's memory that weights may use; the rest is reserved for activations and the runtime."""
+    """Bytes of a device's memory that weights and cache may use; the rest is for activations and the runtime."""
+    cache_bytes: int = 0
+    """Bytes of the KV cache on each device, if one was asked for."""
 
     @property
     def fits(self) -> bool:
-        """Whether the weights fit into the usable memory of a device."""
-        return self.device_bytes <= self.usable_bytes
+        """Whether the weights, and the KV cache, fit into the usable memory of a device."""
+        return self.device_bytes + self.cache_bytes <= self.usable_bytes
 
 
 def belongs_to_a_mesh(layout: Any) -> bool:
@@ -169,39 +173,46 @@ def belongs_to_a_mesh(layout: Any) -> bool:
     return hasattr(layout, "device_mesh") or isinstance(layout, LayoutPlan)
 
 
-def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
-    """Compute whether the weights of ``model`` fit on each device of ``mesh`` if 10 % of its memory stays free."""
+def fit(
+    model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto", cache: KvCache | None = None
+) -> MeshFit:
+    """Compute whether the weights of ``model``, and its KV cache if given, fit if 10 % of each device stays free."""
     is_number = isinstance(device_memory_bytes, int | float) and not isinstance(device_memory_bytes, bool)
     if not is_number or not math.isfinite(device_memory_bytes):
         raise UsageError(
             f"Cannot use device_memory_bytes={device_memory_bytes!r:.60}: expected the bytes of one device, such as "
             "16 << 30"
         )
+    check_kind("cache", cache, KvCache | None, "the KvCache of the model")
     choice = choose(model, mesh, layout)
-    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - _RESERVED_SHARE)))
+    cached = 0 if cache is None else cache.bytes_under(choice)
+    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - _RESERVED_SHARE)), cached)
 
 
-def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit | None:
+def smallest_mesh(
+    model: Any, device_memory_bytes: int, *, layout: Any = "auto", cache: KvCache | None = None
+) -> MeshFit | None:
     """Return the smallest of the meshes 1x1, 1x2, 1x4, … that ``model`` fits on, or ``None`` if it fits on none.
 
     Args:
         model: A built model; its variables may have no values.
         device_memory_bytes: Memory of one device.
         layout: How to choose layouts; see `choose`. A LayoutMap belongs to one mesh and cannot be used here.
+        cache: A KV cache that has to fit too, as `shardload.plan` finds it for ``kv_cache``.
 
     Raises:
         LayoutError: As `choose` does.
     """
     devices, whole = 1, None
     while devices <= MAX_DEVICES:
-        found = fit(model, MeshSpec(DEFAULT_AXES, (1, devices)), device_memory_bytes, layout=layout)
+        found = fit(model, MeshSpec(DEFAULT_AXES, (1, devices)), device_memory_bytes, layout=layout, cache=cache)
         if found.fits:
             return found
         # Stop where nothing divides any more. A doubling that saves nothing is not enough to stop: one variable may be
         # whole from there on while others still divide.
         if whole is None:
-            whole = found.device_bytes
-        elif found.device_bytes >= whole:
+            whole = found.device_bytes + found.cache_bytes
+        elif found.device_bytes + found.cache_bytes >= whole:
             return None
         devices *= 2
     return None

@@ -295,7 +295,12 @@ def plan_load(request: PlanRequest) -> PlanReport:
         )
         hosts = None if request.hosts is None else host_reads(prepared, request.hosts, request.reading)
     return reporting.plan_report(
-        prepared, clock, layout=layout, device_memory_bytes=request.device_budget_bytes, hosts=hosts
+        prepared,
+        clock,
+        layout=layout,
+        device_memory_bytes=request.device_budget_bytes,
+        hosts=hosts,
+        cache_size=request.cache_size,
     )
 
 

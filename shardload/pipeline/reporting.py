@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardload.errors import UnsupportedError
 from shardload.hub import fidelity
 from shardload.hub.built import dense_experts_note
 from shardload.keras_bridge.hub_imports import imports_s
 from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.layouts.kv_cache import KvCache
 from shardload.mapping.roles import AVERAGE
 from shardload.parallel import fit, smallest_mesh
 from shardload.parallel.choosing import belongs_to_a_mesh
@@ -35,7 +37,7 @@ from shardload.reports import (
     VariableUse,
     fold,
 )
-from shardload.reports.facts import CacheBytes, Note, NoteKind
+from shardload.reports.facts import CacheBytes, CacheUse, Note, NoteKind
 from shardload.stores.cache_choice import current_cache
 from shardload.stores.range_cache import CacheTraffic
 from shardload.transfer.casts import overflow_notes
@@ -153,9 +155,15 @@ def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str
 
 
 def plan_report(
-    prepared: PreparedLoad, clock: Clock, *, layout: Any, device_memory_bytes: int | None, hosts: HostReads | None
+    prepared: PreparedLoad,
+    clock: Clock,
+    *,
+    layout: Any,
+    device_memory_bytes: int | None,
+    hosts: HostReads | None,
+    cache_size: tuple[int, int] | None,
 ) -> PlanReport:
-    """Build the report of a load that was only planned."""
+    """Build the report of a load that was only planned; ``cache_size``: rows and tokens of a KV cache to count."""
     plan = prepared.plan
     facts = _facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes)
     if layout == "search" and device_memory_bytes is not None:
@@ -164,7 +172,16 @@ def plan_report(
             "limit, use shardload.parallel.search or search_smallest_mesh",
         )
     facts["notes"] += tuple(filter(None, [dense_experts_note(prepared.model)]))
-    return PlanReport(**facts, fits=_fit(prepared, layout, device_memory_bytes), hosts=hosts)
+    cache: KvCache | None = None
+    if cache_size is not None:
+        try:
+            cache = KvCache.of(prepared.model, rows=cache_size[0], tokens=cache_size[1])
+        except UnsupportedError as error:
+            facts["notes"] += (f"the KV cache is not counted: {error}",)
+    use = None
+    if cache is not None:
+        use = CacheUse(cache.rows, cache.tokens, cache.nbytes, cache.bytes_under(prepared.layouts))
+    return PlanReport(**facts, fits=_fit(prepared, layout, device_memory_bytes, cache), hosts=hosts, kv_cache=use)
 
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
@@ -269,18 +286,20 @@ def _notes(prepared: PreparedLoad) -> Iterator[str]:
         yield f"host-memory budget raised to {size}, because chunks of the checkpoint decode as a whole"
 
 
-def _fit(prepared: PreparedLoad, layout: Any, device_memory_bytes: int | None) -> Fit | None:
+def _fit(prepared: PreparedLoad, layout: Any, device_memory_bytes: int | None, cache: KvCache | None) -> Fit | None:
     if device_memory_bytes is None:
         return None
     model = prepared.model
-    found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout)
-    smallest = None if belongs_to_a_mesh(layout) else smallest_mesh(model, device_memory_bytes, layout=layout)
+    found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout, cache=cache)
+    smallest = None
+    if not belongs_to_a_mesh(layout):
+        smallest = smallest_mesh(model, device_memory_bytes, layout=layout, cache=cache)
     # The search tries powers of two only, and the mesh of the plan may be smaller.
     if smallest is not None and found.fits and found.mesh.size < smallest.mesh.size:
         smallest = found
     return Fit(
         device_memory=device_memory_bytes,
-        per_device_max=found.device_bytes,
+        per_device_max=found.device_bytes + found.cache_bytes,
         fits=found.fits,
         smallest_mesh="x".join(map(str, smallest.mesh.sizes)) if smallest else None,
     )

@@ -29,7 +29,16 @@ from shardload.transfer.casts import ENABLE_64_BITS
 from shardload.transfer.direct_io import Io
 from shardload.transfer.owners import Replicas
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
-from shardload.units import UNIT_NEEDED, byte_count, check_choice, check_kind, check_name_map, dtype_name
+from shardload.units import (
+    KV_CACHE,
+    UNIT_NEEDED,
+    byte_count,
+    check_choice,
+    check_kind,
+    check_name_map,
+    dtype_name,
+    is_integer,
+)
 
 OnFailure = Literal["raise", "tell", "restore"]
 """What a failed load does. ``raise``: only raise the error, because the caller has no model yet. ``tell``: also say
@@ -291,12 +300,18 @@ class PlanRequest(_Building):
 
     device_memory_bytes: int | str | None = None
     hosts: int | None = None
+    kv_cache: tuple[int, int] | str | None = None
 
     @cached_property
     def device_budget_bytes(self) -> int | None:
         """The memory of one device in bytes; ``None`` if the caller did not give it."""
         wanted = self.device_memory_bytes
         return None if wanted is None else byte_count("device_memory_bytes", wanted, least=UNIT_NEEDED)
+
+    @cached_property
+    def cache_size(self) -> tuple[int, int] | None:
+        """Rows and tokens of the KV cache to count; ``None`` if the caller asked for none."""
+        return None if self.kv_cache is None else rows_and_tokens(self.kv_cache)
 
     @cached_property
     def construction(self) -> Construction:
@@ -315,7 +330,8 @@ class PlanRequest(_Building):
         check_backend()
         if self.hosts is not None and (type(self.hosts) is not int or self.hosts < 1):
             raise UsageError(f"Cannot use hosts={self.hosts!r}: expected a number of hosts, such as 2")
-        _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.reading
+        _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.cache_size
+        _ = self.reading
         _ = self.placement, self.reporter
 
 
@@ -381,6 +397,17 @@ def check_backend() -> None:
     """Raise if Keras was imported with another backend than JAX, which cannot be changed afterwards."""
     if (found := keras.config.backend()) != "jax":
         raise BackendError(found)
+
+
+def rows_and_tokens(wanted: tuple[int, int] | str) -> tuple[int, int]:
+    """Return the rows and tokens of a KV cache: of a pair, or of text such as ``8x4096``; ``4096`` is one row."""
+    found: Any = wanted
+    if isinstance(wanted, str) and (match := KV_CACHE.fullmatch(wanted)):
+        found = (int(match[1] or 1), int(match[2]))
+    is_pair = isinstance(found, tuple | list) and len(found) == 2
+    if not is_pair or not all(is_integer(number) and number > 0 for number in found):
+        raise UsageError(f"Cannot use kv_cache={wanted!r:.60}: expected rows and tokens, such as '8x4096' or (8, 4096)")
+    return int(found[0]), int(found[1])
 
 
 def ignored_names(ignore: Sequence[str]) -> tuple[str, ...]:

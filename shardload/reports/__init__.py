@@ -13,6 +13,7 @@ people, ``report.to_json()`` an object for programs; its keys, with the keys of 
     cluster{needed, total_read, ratio, read, received, exchanged}                                       loads only
     cache{read, fetched, stored, left_out}                                                              loads only
     fits{device_memory, per_device_max, fits, smallest_mesh},                                           plans only
+    kv_cache{rows, tokens, bytes, per_device},                                                          plans only
     hosts{hosts, devices, needed, read, total_read, kinds, planned,
           shared{read, total_read, received, exchanged, is_chosen, reasons[{variable, strategy, why}]}} plans only
 
@@ -44,6 +45,7 @@ from rich.text import Text
 from shardload.reports.facts import (
     ByteCounts,
     CacheBytes,
+    CacheUse,
     Cast,
     ClusterBytes,
     DeviceUse,
@@ -199,6 +201,8 @@ class PlanReport(Report):
     """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
     hosts: HostReads | None = None
     """What each host reads; ``None`` if no number of hosts was given."""
+    kv_cache: CacheUse | None = None
+    """The KV cache that was asked for; ``None`` if none was, or if it cannot be told: then a note says why."""
 
 
 def _plain(shown: RenderableType, *, width: int = 10_000) -> str:
@@ -261,8 +265,13 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
     yield "Host memory", Text(f"{staged} peak staging of {budget}")
     yield "Time", _stages(report, block)
     yield from _lists(report)
+    kept: CacheUse | None = getattr(report, "kv_cache", None)
+    if kept is not None:
+        rows = f"{plural(kept.rows, 'row')} of {plural(kept.tokens, 'token')}"
+        total, share = format_bytes(kept.bytes), format_bytes(kept.per_device)
+        yield "KV cache", Text(f"{rows}: {total}, {share} on each device")
     if (fits := getattr(report, "fits", None)) is not None:
-        yield "Fits", _fit(fits)
+        yield "Fits", _fit(fits, kept)
     if report.notes:
         yield "Notes", Text("\n".join(printable(note) for note in report.notes))
 
@@ -414,11 +423,12 @@ def _shared(found: SharedReads, *, needed: int) -> str:
     )
 
 
-def _fit(fits: Fit) -> RenderableType:
+def _fit(fits: Fit, cache: CacheUse | None) -> RenderableType:
     share = 100 * fits.per_device_max / fits.device_memory if fits.device_memory > 0 else 0.0
     verdict = ("yes", "bold green") if fits.fits else ("no", "bold red")
     sizes = f"{format_bytes(fits.per_device_max)} of {format_bytes(fits.device_memory)}"
-    text = Text.assemble(verdict, f", weights take {sizes} on the fullest device ({share:.1f} %)")
+    what = "weights take" if cache is None else "weights and KV cache take"
+    text = Text.assemble(verdict, f", {what} {sizes} on the fullest device ({share:.1f} %)")
     if fits.smallest_mesh:
         return Group(text, Text(f"Smallest mesh that fits: {fits.smallest_mesh}"))
     return text if fits.fits else Group(text, Text("No mesh was found that fits"))
@@ -442,6 +452,7 @@ def _columns(*justify: str) -> Table:
 __all__ = [
     "TIMES",
     "ByteCounts",
+    "CacheUse",
     "Cast",
     "ClusterBytes",
     "DeviceUse",

@@ -250,16 +250,30 @@ class Mismatched:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheUse:
+    """The KV cache of a model that generates: the keys and values of all tokens so far, in every layer."""
+
+    rows: int
+    """Sequences that are generated together."""
+    tokens: int
+    """Tokens of each sequence, those of the prompt included."""
+    bytes: int
+    """Bytes of the whole cache."""
+    per_device: int
+    """Bytes on each device."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether the weights of a plan fit devices with a given memory."""
+    """Whether the weights of a plan, and the KV cache if one was asked for, fit devices with a given memory."""
 
     device_memory: int
     """Memory of one device in bytes."""
     per_device_max: int
-    """Bytes of weights on the fullest device."""
+    """Bytes of weights, and of the KV cache if one was asked for, on the fullest device."""
     fits: bool
     smallest_mesh: str | None
-    """The smallest mesh on which the weights fit, as text; ``None`` if none was found."""
+    """The smallest mesh on which they fit, as text; ``None`` if none was found."""
 
 
 class NoteKind(Enum):

@@ -23,6 +23,7 @@ TESTS = PACKAGE.parent / "tests"
 ABOUT_OTHERS = {"keras_bridge/test_keras_contract.py", "support/keras_suite_plugin.py"}
 """Tests of what Keras keeps private and shardload relies on, and what adapts Keras' own tests."""
 PRIVATE_OF_OTHERS = {
+    "_build_cache": "KerasHub: how a model makes the cache of its generation",
     "_embeddings": "Keras: the kernel of an Embedding under LoRA",
     "_getframe": "sys: who asks for a garbage collection",
     "_npy_value": "JAX: the copy on the host that an array keeps",
