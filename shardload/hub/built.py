@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardload.families.registry import families
 from shardload.keras_bridge.layer_settings import set_attribute
 from shardload.keras_bridge.model_state import own_layers
+from shardload.units import plural
 
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")
@@ -92,8 +93,9 @@ def dense_experts_note(model: Any) -> str | None:
     dense = {name for family in families() for name in family.dense_experts}
     found = next((layer for layer in layers(model) if type(layer).__name__ in dense), None)
     return found and (
-        f"dense dispatch: KerasHub's {type(found).__name__} computes every expert for every token. Compute and "
-        f"activations are those of all {found.num_experts} experts, and no all-to-all moves tokens between devices"
+        f"dense dispatch: KerasHub's {type(found).__name__} computes every expert for every token. Compute "
+        f"and activations are those of all {plural(found.num_experts, 'expert')}, and no all-to-all moves tokens "
+        "between devices"
     )
 
 

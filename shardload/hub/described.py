@@ -79,7 +79,7 @@ def _of_hugging_face(described: Manifest) -> Manifest:
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     if method is None or method != decoded:
         return found  # of a method that cannot be loaded at all, building the model says so
-    return replace(found, notes=(f"planned as plain {name} weights: of {method} codes, a load reads fewer bytes",))
+    return replace(found, notes=(f"planned as plain weights in {name}: of {method} codes, a load reads fewer bytes",))
 
 
 def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:

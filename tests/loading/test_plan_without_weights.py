@@ -352,7 +352,7 @@ def test_codes_in_a_configuration_are_planned_as_plain_weights_in_their_usual_dt
     planned = shardload.plan(config_folder(tmp_path / "oss", config), mesh="1x8")
     assert planned.dtypes == ("bfloat16",)
     assert "sizes are for bfloat16" in planned.notes[0]
-    assert planned.notes[1] == "planned as plain bfloat16 weights: of mxfp4 codes, a load reads fewer bytes"
+    assert planned.notes[1] == "planned as plain weights in bfloat16: of mxfp4 codes, a load reads fewer bytes"
 
 
 UNKNOWN = ("olmoe", "deepseek_v2", "deepseek_v3", "granitemoe", "phimoe", "llama4", "llama4_text", "jamba", "dbrx")
