@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.errors import UnsupportedError
 from shardload.keras_bridge.variables import numbered
 from shardload.layout_search.layout_plan import LayoutPlan
 from shardload.layout_search.linear_program import (
@@ -27,6 +28,8 @@ from shardload.layout_search.plan_parts import Decision, PlannedExchange, Planne
 from shardload.layout_search.problem import Problem, WeightKind
 from shardload.layout_search.tracing import input_summary
 from shardload.layout_search.weight_options import WeightOption, weight_exchanges
+from shardload.layouts.kv_cache import KvCache
+from shardload.sharding.layout import Spec
 from shardload.units import format_bytes, plural
 
 
@@ -49,11 +52,11 @@ def plan_of_solution(
         exchanges=tuple(_exchanges(problem, solution)),
         decisions=tuple(_decisions(problem, demand, solution, names)),
         constants=dataclasses.asdict(problem.hardware),
-        notes=tuple(_notes(model, problem, inputs, batch_axis)),
+        notes=tuple(_notes(model, problem, solution, inputs, batch_axis)),
     )
 
 
-def _notes(model: Any, problem: Problem, inputs: Any, batch_axis: str) -> Iterator[str]:
+def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_axis: str) -> Iterator[str]:
     mesh, size = problem.mesh, problem.mesh.axis_size(batch_axis)
     if size > 1 and batch_axis not in problem.pinned:
         lengths = sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})
@@ -77,29 +80,29 @@ def _notes(model: Any, problem: Problem, inputs: Any, batch_axis: str) -> Iterat
     if problem.traced.training or not hasattr(model, "generate"):
         return
     # A forward pass keeps no KV cache, which the models of KerasHub that generate have.
-    cache, per_token = "", _cached_per_token(backbone_of(model))
-    # Not of models with an encoder, which keep its keys and values too.
-    if per_token is not None and isinstance(inputs, Mapping) and inputs.keys() == {"token_ids", "padding_mask"}:
+    cache = ""
+    if isinstance(inputs, Mapping) and inputs.keys() == {"token_ids", "padding_mask"}:
         rows, tokens = inputs["token_ids"].shape
-        nbytes = rows * tokens * per_token * np.dtype(model.compute_dtype).itemsize
-        cache = f": {format_bytes(nbytes)} over all devices for {rows} x {plural(tokens, 'token')}"
+        with suppress(UnsupportedError):  # of models with an encoder, whose keys and values it keeps too
+            found = KvCache.of(model, rows=rows, tokens=tokens)
+            used = dict(_used_specs(problem, solution))
+            share = found.device_bytes(mesh, lambda variable: used[id(variable)], batch_axis=batch_axis)
+            cache = (
+                f": {format_bytes(found.nbytes)} over all devices for {rows} x {plural(tokens, 'token')}, "
+                f"{format_bytes(share)} on each"
+            )
     yield f"generate() also keeps a KV cache, which is not counted{cache}"
 
 
-def _cached_per_token(backbone: Any) -> int | None:
-    """Return how many numbers a backbone's KV cache holds per token, for a note; ``None`` if attributes do not tell."""
-    if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
-        return None
-
-    def first_of(*names: str) -> int:
-        found = (getattr(backbone, name, None) for name in names)
-        return next((number for number in found if isinstance(number, int)), 0)
-
-    queries = first_of("num_query_heads", "num_heads", "num_attention_heads")
-    heads = first_of("num_key_value_heads") or queries
-    width = first_of("head_dim") or (queries and first_of("hidden_dim") // queries)
-    layers = first_of("num_layers")
-    return layers * 2 * heads * width if layers and heads and width else None
+def _used_specs(problem: Problem, solution: Solution) -> Iterator[tuple[int, Spec]]:
+    """Yield ``id(variable)`` and the layout in which the step uses it: without the axes of its storage alone."""
+    for weight, option in chosen_options(problem, solution):
+        stored = {axis for axis, _ in option.stored}
+        for i in weight.members:
+            yield (
+                id(problem.traced.weights[i][0]),
+                tuple(tuple(axis for axis in axes if axis not in stored) for axes in option.spec),
+            )
 
 
 def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
