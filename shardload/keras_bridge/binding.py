@@ -15,6 +15,7 @@ instance, so a deep copy is bound too. Sub-models (a task's backbone) are bound 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ import numpy as np
 from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from shardload.errors import LayoutError, MeshError
-from shardload.keras_bridge import Model, Variable, abstraction
+from shardload.keras_bridge import Model, Variable, abstraction, recomputation
 from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.model_records import record_first_result
 from shardload.keras_bridge.model_state import (
@@ -38,6 +39,7 @@ from shardload.keras_bridge.model_state import (
     variables_of,
 )
 from shardload.keras_bridge.optimizer_slots import variable_layout
+from shardload.keras_bridge.recomputation import Recompute
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import (
     has_value,
@@ -81,8 +83,8 @@ _Layouts = Mapping[int, Layout] | Sequence[Layout]
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
     """The Keras distribution of a bound model, which `bind` has put on a mesh; set while one of its methods runs.
 
-    Each variable has a layout of its own. Every device gets the whole of a batch that the mesh's batch axis does not
-    divide; the results are the same.
+    Each variable has a layout of its own. A batch is split over those of the batch axes that divide it; the results are
+    the same as without.
     """
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch
@@ -93,13 +95,16 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         devices: Sequence[jax.Device],
         by_path: Mapping[str, Any],
         *,
-        batch_axis: str,
+        batch_axes: tuple[str, ...],
         activations: Callable[[str], Any] | None,
     ) -> None:
+        # First, as the base class asks for the number of replicas.
+        self.mesh, self.batch_axes = mesh, batch_axes
         device_mesh = keras.distribution.DeviceMesh(mesh.sizes, list(mesh.axes), devices=np.array(devices))
         # An empty map, as each variable has its own layout; the base class needs the map for its mesh only.
+        batch_axis = (*batch_axes, *mesh.axes)[0]
         super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=batch_axis)
-        self._mesh, self._devices, self._by_path, self.activations = mesh, tuple(devices), by_path, activations
+        self._devices, self._by_path, self.activations = tuple(devices), by_path, activations
 
     def get_variable_layout(self, variable: Variable) -> Any:
         """Return a variable's layout: its own, else that of a bound variable with its path, else a replicated one.
@@ -114,12 +119,16 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         namesake_shape, sharding = self._by_path.get(variable.path, (None, None))
         return sharding if namesake_shape == shape else self.replicated(len(shape))
 
+    @property
+    def num_model_replicas(self) -> int:
+        """Number of parts into which the batch is split; Keras knows one batch axis only."""
+        return math.prod(map(self.mesh.axis_size, self.batch_axes))
+
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Return the layout of a batch: its first dim is split over the mesh's batch axis if divisible, else whole."""
-        parts = self._mesh.axis_size(self.batch_dim_name)
-        splits = len(data_shape) > 0 and data_shape[0] is not None and data_shape[0] % parts == 0
-        axes = [self.batch_dim_name if splits and dim == 0 else None for dim in range(len(data_shape))]
-        return keras.distribution.TensorLayout(axes, self.device_mesh)
+        """Return the layout of a batch: its first dim is split over those of the batch axes that divide it."""
+        first = data_shape[0] if data_shape else None
+        axes = () if first is None else self.mesh.splitting(first, self.batch_axes)
+        return _BatchLayout(axes, len(data_shape), self)
 
     def get_tensor_layout(self, path: str) -> Any:
         """Return the layout that was chosen in `bind` for the layer output at ``path``; ``None`` leaves it to XLA."""
@@ -131,11 +140,24 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
     def replicated(self, rank: int) -> jax.sharding.NamedSharding:
         """Return the sharding that stores an array of ``rank`` dims whole on every device of the mesh."""
-        return self.sharding(Layout.replicated(self._mesh, rank))
+        return self.sharding(Layout.replicated(self.mesh, rank))
 
     def sharding(self, layout: Layout) -> jax.sharding.NamedSharding:
         """Return the JAX sharding for a layout (which says what splits each dim) on the devices of this mesh."""
         return named_sharding(layout, self._devices)
+
+
+class _BatchLayout(keras.distribution.TensorLayout):  # type: ignore[misc]
+    """The layout of a batch, whose first dim is split over any number of axes; Keras' own class knows one for a dim."""
+
+    def __init__(self, axes: tuple[str, ...], rank: int, distribution: MeshParallel) -> None:
+        super().__init__([*axes[:1], *[None] * (rank - len(axes[:1]))], distribution.device_mesh)
+        self._sharding = distribution.sharding(Layout(distribution.mesh, ((axes, *((),) * (rank - 1)) if rank else ())))
+
+    @property
+    def backend_layout(self) -> jax.sharding.NamedSharding:
+        """The JAX sharding of the batch."""
+        return self._sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +170,9 @@ class ModelBinding:
     distribution: MeshParallel = field(repr=False)
     uses: Mapping[int, Use] = field(default_factory=dict, repr=False)
     """``id(variable)`` → `Use`: the shardings in which it is stored, and in which the model computes with it."""
+
+    remat: Mapping[str, Recompute] = field(default_factory=dict, repr=False)
+    """What blocks of the model recompute in the backward pass, by the name of their class."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -168,42 +193,42 @@ def bind(
     devices: Sequence[jax.Device],
     layouts: _Layouts,
     values: Literal["move", "keep"] = "move",
-    batch_axis: str | None = None,
+    batch_axes: tuple[str, ...] | None = None,
     activations: Callable[[str], Any] | None = None,
     uses: Mapping[int, Layout] | None = None,
+    remat: Mapping[str, Recompute] | None = None,
 ) -> ModelBinding:
     """Bind a model to a mesh, so that all its methods run there. Binding again replaces the mesh.
 
     Optimizer slots follow their weight; variables that ``layouts`` does not mention (seeds, metrics, learning rates)
     are replicated. ``values="keep"`` leaves values where they are, for a load that is about to replace them.
     ``activations`` returns, for the path of a layer's output, its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
-    ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to its layout while the model computes.
+    ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to its layout while the model computes. ``remat`` says
+    what blocks of the model recompute in the backward pass, by the name of their class.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(
             f"Cannot bind the model to {mesh}: expected {plural(mesh.size, 'different device')}, got {list(devices)}"
         )
-    shardings = _shardings(model, mesh, devices, layouts, batch_axis=batch_axis)
+    batch_axes = mesh.batch_axes if batch_axes is None else batch_axes
+    shardings = _shardings(model, mesh, devices, layouts, batch_axes=batch_axes)
     # Everything that can fail comes first, so that an error leaves the old binding.
     unbind(model)
-    distribution = MeshParallel(
-        mesh, devices, _by_path(shardings), batch_axis=batch_axis or mesh.batch_axis, activations=activations
-    )
+    distribution = MeshParallel(mesh, devices, _by_path(shardings), batch_axes=batch_axes, activations=activations)
     found = {id(variable): sharding for variable, sharding in shardings}
     used = {key: Use(named_sharding(layout, devices), found[key]) for key, layout in (uses or {}).items()}
-    binding = ModelBinding(mesh, tuple(devices), distribution, used)
+    binding = ModelBinding(mesh, tuple(devices), distribution, used, dict(remat or {}))
     for variable, sharding in shardings:
         (relocate if values == "move" else set_sharding)(variable, sharding)
     # `Normalization` computes with constants made from its variables, which are still on the old devices.
     refresh_derived(model)
-    # Sub-models too: a user may call `model.backbone.predict(…)`.
-    for part in models_in(model):
-        _install(part, binding)
+    _install_all(model, binding)
     return binding
 
 
 def unbind(model: Model) -> None:
     """Remove a model's binding to a mesh; its variables stay where they are. Does nothing if the model is not bound."""
+    recomputation.remove(model)
     for part in models_in(model):
         if _ATTRIBUTE in vars(part):
             for name in (*METHODS, "stateless_call", "__deepcopy__", _ATTRIBUTE):
@@ -244,8 +269,7 @@ class BindingSnapshot:
         for variable, sharding in self.shardings:
             set_sharding(variable, sharding)
         if self.binding is not None:
-            for part in models_in(self.model):
-                _install(part, self.binding)
+            _install_all(self.model, self.binding)
 
 
 def binding_of(model: Model) -> ModelBinding | None:
@@ -254,7 +278,7 @@ def binding_of(model: Model) -> ModelBinding | None:
 
 
 def _shardings(
-    model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: _Layouts, *, batch_axis: str | None
+    model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: _Layouts, *, batch_axes: tuple[str, ...]
 ) -> list[tuple[Variable, jax.sharding.NamedSharding]]:
     if isinstance(layouts, Mapping):
         given = layouts
@@ -266,7 +290,7 @@ def _shardings(
             raise LayoutError(f"Cannot bind {model.name!r}: got {got} for {count}. Pass one layout for each variable")
         given = {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
     weight_of = {id(slot): weight for slot, weight in slots_of(model)}
-    spread = slot_layouts(model, lambda v: given.get(id(v)), batch_axis=batch_axis or mesh.batch_axis)
+    spread = slot_layouts(model, lambda v: given.get(id(v)), batch_axes=batch_axes)
     chosen = {**spread, **given}
     found = []
     for variable in state_of(model):
@@ -294,13 +318,22 @@ def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple
     return {path: entry for path, entry in found.items() if path not in ambiguous}
 
 
+def _install_all(model: Model, binding: ModelBinding) -> None:
+    # Sub-models too: a user may call `model.backbone.predict(…)`.
+    for part in models_in(model):
+        _install(part, binding)
+    if binding.remat:
+        recomputation.install(model, binding.remat, binding.uses)
+
+
 def _install(model: Model, binding: ModelBinding) -> None:
     for name in METHODS:
         method = getattr(model, name, None)
         # Into __dict__, because Keras tracks attributes that setattr sets.
         if callable(method):
             model.__dict__[name] = _scoped(model, binding, method)
-    if binding.uses:
+    # Layers that recompute gather weights themselves.
+    if binding.uses and not binding.remat:
         model.__dict__["stateless_call"] = gathering(model, binding.uses, model.stateless_call)
     model.__dict__["__deepcopy__"] = _deepcopy(model, binding)
     model.__dict__[_ATTRIBUTE] = binding
@@ -353,9 +386,10 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
             mesh=binding.mesh,
             devices=binding.devices,
             layouts=layouts,
-            batch_axis=distribution.batch_dim_name,
+            batch_axes=distribution.batch_axes,
             activations=distribution.activations,
             uses={id(v): uses[i] for i, v in enumerate(variables_of(copied)) if i in uses},
+            remat=binding.remat,
         )
         return copied
 
@@ -365,7 +399,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 def _adopt(model: Model, binding: ModelBinding) -> None:
     """Move variables created since `bind` (by a new optimizer, LoRA, new seeds) onto the mesh, before a method runs."""
     slots = {id(slot): weight for slot, weight in slots_of(model)}
-    spread = slot_layouts(model, variable_layout, batch_axis=binding.distribution.batch_dim_name)
+    spread = slot_layouts(model, variable_layout, batch_axes=binding.distribution.batch_axes)
     for variable in state_of(model):
         sharding = sharding_of(variable)
         if sharding is None and id(variable) in spread:

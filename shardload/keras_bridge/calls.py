@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from shardload.keras_bridge.abstraction import abstract, is_abstract
 from shardload.keras_bridge.binding import BindingSnapshot, MeshParallel, unbind, unscoped
 from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.recomputation import Recompute, recomputing
 from shardload.keras_bridge.recording import UNINITIALISED, unregistered, without_computing
 
 
@@ -151,19 +152,27 @@ def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterato
 
 
 def run_forward(
-    model: Model, state: Any, inputs: Any, *, training: bool, uses: Mapping[int, Use] | None = None, **kwargs: Any
+    model: Model,
+    state: Any,
+    inputs: Any,
+    *,
+    training: bool,
+    uses: Mapping[int, Use] | None = None,
+    remat: Mapping[str, Recompute] | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, list[Any], Any]:
     """Call ``model`` as a pure function; return its outputs, new non-trainable values, and losses.
 
     ``state`` has the variables' values, under ``trainable`` and ``non_trainable``; ``uses`` tells which weights are
-    stored split and gathered for the call.
+    stored split and gathered for the call, ``remat`` what blocks recompute in the backward pass.
     """
     if model._call_has_training_arg:
         kwargs["training"] = training
-    call = gathering(model, uses, model.stateless_call) if uses else model.stateless_call
-    found: tuple[Any, list[Any], Any] = call(
-        state["trainable"], state["non_trainable"], inputs, return_losses=True, **kwargs
-    )
+    call = gathering(model, uses, model.stateless_call) if uses and not remat else model.stateless_call
+    with recomputing(model, remat or {}, uses or {}) if remat else nullcontext():
+        found: tuple[Any, list[Any], Any] = call(
+            state["trainable"], state["non_trainable"], inputs, return_losses=True, **kwargs
+        )
     return found
 
 

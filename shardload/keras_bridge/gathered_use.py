@@ -23,7 +23,7 @@ from keras.src import backend
 
 from shardload.keras_bridge import Model, Variable
 
-_GATHERED = "gathered weight"
+GATHERED = "gathered weight"
 """The name by which `jax.checkpoint` finds the gathered weights, so as not to keep them for the backward pass."""
 
 
@@ -45,13 +45,13 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
         def run(trainable: list[Any], other: list[Any], arrays: dict[int, Any]) -> Any:
             filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(structure, filled)
-            trainable = _gathered(model.trainable_variables, trainable, uses)
-            other = _gathered(model.non_trainable_variables, other, uses)
+            trainable = gathered(model.trainable_variables, trainable, uses)
+            other = gathered(model.non_trainable_variables, other, uses)
             found = call(trainable, other, *args, **kwargs)
             return found, jax.tree.map(backend.get_keras_mask, found[0])
 
         # prevent_cse is the barrier that the docstring of this module describes.
-        policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         platform = next((str(use.used.mesh.devices.flat[0].platform) for use in uses.values()), None)
         step = jax.checkpoint(run, policy=policy, prevent_cse=platform != "tpu")
         found, masks = step(list(trainable), list(other), arrays)
@@ -69,9 +69,10 @@ def _masked(outputs: Any, masks: Any) -> Any:
     return outputs
 
 
-def _gathered(variables: Sequence[Variable], values: Sequence[Any], uses: Mapping[int, Use]) -> list[Any]:
+def gathered(variables: Sequence[Variable], values: Sequence[Any], uses: Mapping[int, Use]) -> list[Any]:
+    """Return the values of variables, those in ``uses`` (by ``id``) as the model computes with them."""
     return [
-        checkpoint_name(_gather(value, uses[id(variable)]), _GATHERED) if id(variable) in uses else value
+        checkpoint_name(_gather(value, uses[id(variable)]), GATHERED) if id(variable) in uses else value
         for variable, value in zip(variables, values, strict=True)
     ]
 

@@ -190,7 +190,7 @@ def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
 
 
 def slot_layouts(
-    model: Model, layout_of: Callable[[Variable], Layout | None], *, batch_axis: str | None = None
+    model: Model, layout_of: Callable[[Variable], Layout | None], *, batch_axes: tuple[str, ...] | None = None
 ) -> dict[int, Layout]:
     """Return ``id(slot)`` → layout for slots of optimizers that have another layout than their weight.
 
@@ -202,7 +202,7 @@ def slot_layouts(
         if (chosen := spread_of(optimizer)) is not None:
             for slot, weight in slots_in(optimizer):
                 if (layout := layout_of(weight)) is not None:
-                    found[id(slot)] = chosen.applied(layout, tuple(slot.shape), batch_axis)
+                    found[id(slot)] = chosen.applied(layout, tuple(slot.shape), batch_axes)
         for part in optimizers_in(optimizer):
             if (state_layouts := getattr(part, "state_layouts", None)) is not None:
                 found |= state_layouts(layout_of)

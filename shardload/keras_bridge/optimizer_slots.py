@@ -35,28 +35,29 @@ class SlotSpread:
     """Which mesh axes split an optimizer's slots (momentums, …), in addition to those that split their weights."""
 
     axes: tuple[str, ...] | Literal["batch", "every"]
-    """Names of mesh axes; or ``batch``: the axis that splits the batch; or ``every``: all axes, the batch axis last."""
+    """Names of mesh axes; or ``batch``: axes that split the batch; or ``every``: all axes, those of the batch last."""
 
-    def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
+    def on(self, mesh: MeshSpec, batch_axes: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """Return the axes of ``mesh`` that split slots.
 
-        ``batch_axis`` is the axis that splits batches. Without it, that is the axis which the user's distribution
-        names, or the mesh's usual one.
+        ``batch_axes`` are the axes that split batches. Without them, those are the axis which the user's distribution
+        names, or the mesh's usual ones.
         """
-        # The user's distribution may split the batch over another axis than the mesh's usual one.
-        own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
-        batch = batch_axis or (own if own in mesh.axes else mesh.batch_axis)
+        # The user's distribution may split the batch over another axis than the mesh's usual ones.
+        used = keras.distribution.distribution()
+        own: tuple[str, ...] = getattr(used, "batch_axes", (str(getattr(used, "batch_dim_name", "")),))
+        batch = batch_axes if batch_axes is not None else own if set(own) <= {*mesh.axes} else mesh.batch_axes
         match self.axes:
             case "batch":
-                return (batch,)
+                return batch
             case "every":
-                return (*(axis for axis in mesh.axes if axis != batch), batch)
+                return (*(axis for axis in mesh.axes if axis not in batch), *batch)
             case names:
                 return names
 
-    def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
+    def applied(self, layout: Layout, shape: tuple[int, ...], batch_axes: tuple[str, ...] | None = None) -> Layout:
         """Return the layout of a slot of this ``shape``: that of its weight, split over the axes of `on` too."""
-        return spread(layout, shape, self.on(layout.mesh, batch_axis))
+        return spread(layout, shape, self.on(layout.mesh, batch_axes))
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:

@@ -236,17 +236,15 @@ def check_batch(**arguments: Any) -> None:
 
 
 def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
-    """Return shapes with shardings for a batch: arrays that divide are split over the batch axis, others replicated."""
-    axis = choice.batch_axis or choice.mesh.batch_axis
-    parts = choice.mesh.axis_size(axis)
+    """Return shapes with shardings for a batch: arrays are split over the batch axes that divide them."""
 
     def spec(leaf: Any) -> jax.ShapeDtypeStruct:
         shape, rank = tuple(np.shape(leaf)), np.ndim(leaf)
         # As JAX would place it: 64-bit values become 32-bit unless x64 is enabled.
         dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
         # A bound model replicates a batch that does not divide, and so does the compiled program.
-        splits = rank > 0 and shape[0] % parts == 0
-        layout = Layout.of_spec(choice.mesh, (axis,) if splits else (), rank)
+        axes = choice.mesh.splitting(shape[0], choice.splits_batch) if rank else ()
+        layout = Layout.of_spec(choice.mesh, (axes,) if axes else (), rank)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(layout, devices))
 
     return jax.tree.map(spec, batch)
@@ -311,10 +309,10 @@ def _float32_bytes(specs: Any) -> int:
 def _notes(
     state: Any, batch: Any, choice: LayoutChoice, platform: str, collectives: Sequence[Collective]
 ) -> Iterator[str]:
-    axis = choice.batch_axis or choice.mesh.batch_axis
     whole = [leaf.shape for leaf in jax.tree.leaves(batch) if leaf.shape and leaf.sharding.is_fully_replicated]
-    if whole and choice.mesh.axis_size(axis) > 1:
-        yield f"a batch of shape {whole[0]} does not divide over axis {axis!r}: it is replicated"
+    if whole and any(choice.mesh.axis_size(axis) > 1 for axis in choice.splits_batch):
+        axes = " and ".join(map(repr, choice.splits_batch))
+        yield f"a batch of shape {whole[0]} does not divide over axis {axes}: it is replicated"
     if platform == "cpu" and any(leaf.dtype.itemsize == 2 for leaf in jax.tree.leaves(state)):
         yield (
             "XLA computes 16-bit floats in 32 bits on CPU, so temporaries and collectives are too large: compile the "

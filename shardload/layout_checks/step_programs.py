@@ -104,15 +104,19 @@ def program_of(
         key: Use(named_sharding(layout, devices), named_sharding(choice.by_id[key].layout, devices))
         for key, layout in (choice.uses if on_mesh else {}).items()
     }
-    run = _explaining(partial(run_forward, model, uses=uses, **static), f"call {model.name!r} with inputs=")
+    run = _explaining(
+        partial(run_forward, model, uses=uses, remat=choice.remat if on_mesh else None, **static),
+        f"call {model.name!r} with inputs=",
+    )
 
     def forward(state: State, batch: Mapping[str, Any]) -> Any:
         return run(state, batch["inputs"], training=False, **batch["kwargs"])[:2]
 
     losses = _explaining(loss_of(model, loss), "compute the loss of outputs and target=")
     # Without layouts by path: each variable has its own.
-    batch_axis = choice.batch_axis or choice.mesh.batch_axis
-    distribution = MeshParallel(choice.mesh, devices, {}, batch_axis=batch_axis, activations=choice.activations)
+    distribution = MeshParallel(
+        choice.mesh, devices, {}, batch_axes=choice.splits_batch, activations=choice.activations
+    )
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
         kind: StepKind = "forward" if training is None else "gradients"

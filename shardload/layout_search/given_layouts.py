@@ -77,8 +77,9 @@ def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
 
 def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
     """Return the layouts of a plan as a `LayoutChoice` for a model; optimizer slots are split like their weights."""
-    if plan.mesh != mesh:
+    if mesh.parts_in(plan.mesh) is None:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
+    mesh = plan.mesh  # a plan may divide an axis in two: the layouts are for its mesh
     # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
     fixed, uses = {}, {}
     for variable, planned in planned_variables(model, plan):
@@ -87,9 +88,9 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
         if planned.stored:
             uses[id(variable)] = Layout(mesh, planned.used)
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
-    placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axis)
+    placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axes)
     by_id = {key: placed[key] for key in variables}
-    return LayoutChoice(mesh, "search", by_id, batch_axis=plan.batch_axis, uses=uses)
+    return LayoutChoice(mesh, "search", by_id, batch_axes=plan.batch_axes, uses=uses, remat=plan.remat)
 
 
 def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:

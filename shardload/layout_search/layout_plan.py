@@ -11,11 +11,12 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError, UsageError, WriteError
+from shardload.keras_bridge.recomputation import Recompute
 from shardload.keras_bridge.variables import numbered
 from shardload.layout_search.plan_page import plan_page
 from shardload.layout_search.plan_parts import (
@@ -45,8 +46,8 @@ class LayoutPlan:
     model: str
     """Name of the model."""
     mesh: MeshSpec
-    batch_axis: str
-    """The mesh axis that splits the batch."""
+    batch_axes: tuple[str, ...]
+    """The mesh axes that split the batch."""
     training: bool
     inputs: str
     """Shapes and dtypes of the inputs of the planned step, as text."""
@@ -62,6 +63,9 @@ class LayoutPlan:
     constants: Mapping[str, Any]
     """Rates of devices and links with which the search estimated times, by the names of the fields of `Hardware`."""
     notes: tuple[str, ...] = ()
+    remat: Mapping[str, Recompute] = field(default_factory=dict)
+    """For each kind of blocks (layers that the model repeats) that recomputes values in the backward pass, by the name
+    of its class: ``full``, or ``matmuls`` for all but products with weights."""
     compiled: CompiledCheck | None = None
     """Memory and collectives of the planned step as XLA compiled it; ``None`` if it was not compiled."""
     numbers: ComparedNumbers | None = None
@@ -93,7 +97,8 @@ class LayoutPlan:
         for check, made_by in ((compiled, "compile_step"), (numbers, "check_numbers")):
             if check is not None and not hasattr(check, "mesh"):
                 raise UsageError(f"Cannot add {check!r:.60} to a plan: expected what {made_by} returns")
-            if check is not None and check.mesh != self.mesh:
+            # A plan may divide an axis of the mesh that was checked in two.
+            if check is not None and check.mesh.parts_in(self.mesh) is None:
                 raise LayoutError(
                     f"Cannot add a check on {check.mesh} to a plan for {self.mesh}. Check this plan on its own mesh"
                 )
@@ -139,6 +144,9 @@ class LayoutPlan:
         for e in self.exchanges:
             done = f"{plural(e.count, e.kind)} over {e.axis}"
             lines.append(f"  {done}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms")
+        for kind, mode in self.remat.items():
+            what = "everything" if mode == "full" else "all but products with weights"
+            lines.append(f"recomputed in the backward pass: {what} in each {kind}")
         lines += [*picture.layout_lines(), f"cost constants: {self._rates}", *(f"note: {note}" for note in self.notes)]
         if self.compiled is not None:
             lines.append(self.compiled.line(self.device_memory_bytes))
@@ -212,7 +220,12 @@ class LayoutPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible data."""
-        return {"format": _FORMAT, **dataclasses.asdict(self), "constants": dict(self.constants)}
+        return {
+            "format": _FORMAT,
+            **dataclasses.asdict(self),
+            "constants": dict(self.constants),
+            "remat": dict(self.remat),
+        }
 
     @classmethod
     def from_json(cls, data: Any) -> LayoutPlan:
@@ -227,6 +240,8 @@ class LayoutPlan:
             known["device"] = DeviceBytes(**data["device"])
             known["exchanges"] = tuple(PlannedExchange(**e) for e in data["exchanges"])
             known["decisions"] = tuple(Decision(**{**d, "dims": tuple(d["dims"])}) for d in data["decisions"])
+            # Plans of older versions name one axis.
+            known["batch_axes"] = tuple(data["batch_axes"] if "batch_axes" in data else [known.pop("batch_axis")])
             known["notes"] = tuple(data["notes"])
             for name, kind in (("compiled", CompiledCheck), ("numbers", ComparedNumbers)):
                 known[name] = kind.from_json(found) if (found := data.get(name)) is not None else None

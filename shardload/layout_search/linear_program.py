@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +21,6 @@ import numpy as np
 from shardload.errors import DoesNotFitError, LayoutError
 from shardload.layout_search.plan_parts import DeviceBytes
 from shardload.layout_search.problem import Assignment, Problem, WeightKind
-from shardload.layout_search.program import UNSPLIT
 from shardload.layout_search.weight_options import (
     LEAST_STORED_BYTES,
     WeightOption,
@@ -118,7 +117,7 @@ class _Model:
                 self._rows.append(({self.binaries[dim_group, axis]: 1.0}, float(value), float(value)))
         self._exclusive()
         for work in self.problem.work:
-            for assignment, column in self._share(work.dim_groups):
+            for assignment, column in self._share(work.all_groups):
                 self.time[column] += work.count * self.problem.work_s(work, assignment)
         state = self._weights()
         memory = [state]
@@ -163,7 +162,6 @@ class _Model:
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
         """Return a pair for each way to split some dim groups over the mesh: the way, and the column of its share."""
-        dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
         # Shares need not be integers: once the binaries are, their marginals leave one assignment a share of 1.
@@ -205,7 +203,7 @@ class _Model:
             self.options.append(found)
             self._rows.append((dict.fromkeys((c for _, c in found), 1.0), 1.0, 1.0))
             # A weight is split for use as the operations that read it are.
-            self._marginals([(o.assignment, c) for o, c in found], tuple(sorted(set(weight.dim_groups) - {UNSPLIT})))
+            self._marginals([(o.assignment, c) for o, c in found], weight.all_groups)
             count = len(weight.members)
             for option, column in found:
                 memory[column] = count * weight_state_bytes(self.problem, weight, option)
@@ -298,7 +296,7 @@ def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
 def _solved(problem: Problem, demand: Demand) -> Solution:
     solution = solve(problem, demand)
     if solution is None:
-        raise LayoutError(f"Cannot plan on {problem.mesh}: the pinned layouts contradict each other. Remove some pins")
+        raise LayoutError(f"Cannot plan on {problem.asked}: the pinned layouts contradict each other. Remove some pins")
     return solution
 
 
@@ -324,7 +322,7 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
         what = "memory for the optimizer's update, on any mesh"
         way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
     raise DoesNotFitError(
-        f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "
+        f"No layout on {problem.asked} needs at most {format_bytes_down(limit)} per device. The least found is "
         f"{format_bytes_up(least.total)}: {format_bytes(least.total - least.activations)} of weights, gradients and "
         f"slots, and {format_bytes(least.activations)} of {what}. {way_out}",
         least_bytes=least.total,
@@ -385,40 +383,35 @@ def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
     return DeviceBytes(round(weights), round(gradients), round(slots), 0)
 
 
+def splits_part_of_axis(problem: Problem, solution: Solution, parts: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether a solution splits any weight over one part of a mesh axis but not along with the others."""
+    divided = [own for own in parts.values() if len(own) > 1]
+    for option in solution.options:
+        for axes in (axes for axes in option.spec if axes):
+            joined = ",".join(axes)
+            for own in divided:
+                joined = joined.replace(",".join(own), "")
+            if any(part in joined.split(",") for own in divided for part in own):
+                return True
+    return False
+
+
 def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]:
     """Return the most bytes of activations that a device stores at one moment, and what is stored at that moment.
 
     The update of an optimizer is one more moment. It stores no activations, but the bytes in ``problem.update_bytes``.
     """
     update: tuple[int, _Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
-    program = problem.traced.program
-    weights = {id(value) for _, value in problem.traced.weights}
-    # Values that need buffers of their own.
-    values = [v for v in program.values if v.stored and v.view_of is None and id(v) not in weights]
-    if not values:
+    buffers = problem.buffers
+    if buffers is None:
         return update if problem.update_bytes else (0, ())
-    relevant = {k for k, _ in problem.candidates} | set(problem.pinned.values())
-    group, dim_group_of = program.group, problem.dim_group_of
-    dim_groups = [
-        tuple(sorted({dim_group_of.get(group(n), UNSPLIT) for n in v.dims if n != UNSPLIT} & relevant)) for v in values
-    ]
-    shards = {k: problem.shard_count(k, assignment_of(problem, solution, k)) for k in set(dim_groups)}
-    local = np.array([v.nbytes / shards[k] for v, k in zip(values, dim_groups, strict=True)])
-    # Bytes alive at each moment of the program: added at a value's birth, taken off after its last use, summed up.
-    births = np.array([v.born for v in values])
-    change = np.zeros(program.clock + 2)
-    np.add.at(change, births, local)
-    np.add.at(change, np.array([v.last_use for v in values]) + 1, -local)
-    live = np.cumsum(change)
+    shards = [problem.shard_count(k, assignment_of(problem, solution, k)) for k in buffers.dim_groups]
+    live = buffers.live(problem.traced.program.clock + 1, shards)
     at = int(np.argmax(live))
     if live[at] < problem.update_bytes:
         return update
     # By dim groups, so that the solver can weigh what other decisions would make of the same moment.
-    stored: dict[tuple[int, ...], float] = defaultdict(float)
-    for value, groups in zip(values, dim_groups, strict=True):
-        if value.born <= at <= value.last_use:
-            stored[groups] += value.nbytes
-    return int(live[at]), tuple(sorted(stored.items()))
+    return int(live[at]), tuple(sorted(buffers.at(at).items()))
 
 
 def assignment_of(problem: Problem, solution: Solution, dim_groups: Sequence[int]) -> Assignment:

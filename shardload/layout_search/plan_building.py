@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,14 @@ from shardload.units import format_bytes, plural
 
 
 def plan_of_solution(
-    model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
+    model: Any,
+    problem: Problem,
+    demand: Demand,
+    solution: Solution,
+    *,
+    inputs: Any,
+    batch_axes: Sequence[str],
+    limit: int | None,
 ) -> LayoutPlan:
     """Turn a solution into a `LayoutPlan`; ``demand`` is solved again with each decision reversed, to find its cost."""
     activations, _ = activation_peak(problem, solution)
@@ -42,7 +50,7 @@ def plan_of_solution(
     return LayoutPlan(
         model=model.name,
         mesh=problem.mesh,
-        batch_axis=batch_axis,
+        batch_axes=tuple(batch_axes),
         training=problem.traced.training,
         inputs=input_summary(inputs),
         variables=tuple(_variables(model, problem, solution)),
@@ -52,22 +60,20 @@ def plan_of_solution(
         exchanges=tuple(_exchanges(problem, solution)),
         decisions=tuple(_decisions(problem, demand, solution, names)),
         constants=dataclasses.asdict(problem.hardware),
-        notes=tuple(_notes(model, problem, solution, inputs, batch_axis)),
+        remat=dict(problem.lifetimes.remat),
+        notes=tuple(_notes(model, problem, solution, inputs, batch_axes)),
     )
 
 
-def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_axis: str) -> Iterator[str]:
-    mesh, size = problem.mesh, problem.mesh.axis_size(batch_axis)
-    if size > 1 and batch_axis not in problem.pinned:
+def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_axes: Sequence[str]) -> Iterator[str]:
+    mesh = problem.mesh
+    idle = [axis for axis in batch_axes if problem.sizes[axis] > 1 and axis not in problem.pinned]
+    if idle:
         lengths = sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})
         yield (
-            f"a batch of {' and '.join(map(str, lengths))} does not divide over axis {batch_axis!r}: its "
-            f"{plural(size, 'device')} all do the same work"
-        )
-    if size > 1 and mesh.axis_kind(batch_axis) in ("model", "expert"):
-        yield (
-            f"axis {batch_axis!r} splits the batch, as the mesh has no axis for that: write batch=1,{mesh} to split "
-            "weights"
+            f"a batch of {' and '.join(map(str, lengths))} does not divide over axis "
+            f"{' and '.join(map(repr, idle))}: its {plural(math.prod(map(mesh.axis_size, idle)), 'device')} all do the "
+            "same work"
         )
     if problem.update_bytes:
         yield (
@@ -86,7 +92,7 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
         with suppress(UnsupportedError):  # of models with an encoder, whose keys and values it keeps too
             found = KvCache.of(model, rows=rows, tokens=tokens)
             used = dict(_used_specs(problem, solution))
-            share = found.device_bytes(mesh, lambda variable: used[id(variable)], batch_axis=batch_axis)
+            share = found.device_bytes(mesh, lambda variable: used[id(variable)], batch_axes=batch_axes)
             cache = (
                 f": {format_bytes(found.nbytes)} over all devices for {rows} x {plural(tokens, 'token')}, "
                 f"{format_bytes(share)} on each"
@@ -108,16 +114,14 @@ def _used_specs(problem: Problem, solution: Solution) -> Iterator[tuple[int, Spe
 def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for work in problem.work:
+        assignment = assignment_of(problem, solution, work.all_groups)
         for exchange in work.exchanges:
-            dim_groups = tuple({*work.dim_groups, exchange.group, *exchange.dims})
-            assignment = assignment_of(problem, solution, dim_groups)
-            seconds, nbytes = problem.exchange_s(exchange, assignment)
-            for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
-                if dim_group == exchange.group and nbytes and problem.sizes[axis] > 1:
-                    entry = found[exchange.kind, axis]
-                    entry[0] += work.count
-                    entry[1] += work.count * nbytes
-                    entry[2] += work.count * seconds
+            axes, seconds, nbytes = problem.exchange(exchange, assignment)
+            if axes:
+                entry = found[exchange.kind, "+".join(axes)]
+                entry[0] += work.count
+                entry[1] += work.count * nbytes
+                entry[2] += work.count * seconds
     for weight, option in chosen_options(problem, solution):
         for each in weight_exchanges(problem, weight, option):
             # An exchange that falls away counts negative, against the one in `problem.work`.
@@ -141,8 +145,8 @@ def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapp
         members = tuple(
             f"{names[id(problem.traced.weights[i][0])]}[{dim}]"
             for weight in problem.weights
-            for dim, group in enumerate(weight.dim_groups)
-            if group == dim_group
+            for dim, groups in enumerate(weight.dim_groups)
+            if dim_group in groups
             for i in weight.members
         )
         made.append(Decision(axis, splits, problem.length[dim_group], members, longer))
@@ -167,7 +171,9 @@ def _reason(problem: Problem, weight: WeightKind, option: WeightOption) -> str:
         return "pinned"
     if any(option.spec):
         dims = [f"{weight.shape[d]} of dim {d} split over {'+'.join(a)}" for d, a in enumerate(option.spec) if a]
-        return ", ".join(dims) + (f"; the batch is moved to its rows over {option.moved}" if option.moved else "")
-    if any(dim_group in weight.dim_groups for dim_group, _ in problem.candidates):
+        return ", ".join(dims) + (
+            f"; the batch is moved to its rows over {'+'.join(option.moved)}" if option.moved else ""
+        )
+    if any(dim_group in weight.all_groups for dim_group, _ in problem.candidates):
         return "replicated: splitting one of its dims would take longer than it saves"
     return f"replicated: no dim of {weight.shape} can be split over {problem.mesh} without moving what it is used with"

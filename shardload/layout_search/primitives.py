@@ -1,18 +1,19 @@
 """How each primitive of JAX maps the dims of its operands to those of its results: one function, its rule, for each.
 
-Dims that must be split alike are one *group* (see `program`). A rule *carries* a dim if it gives a dim of the result
-the group of a dim of an operand, and *unites* groups if it merges them. Primitives that move or combine entries come
-first. Then come sums over dims and lookups of entries: if the dim that is summed over, or looked up in, is split,
-devices add their results. This module has more than 400 lines, as it is read like a table.
+Dims that must be split alike have the same *factors* (see `program`). A rule *carries* a dim if it gives a dim of the
+result the factors of a dim of an operand, and *unites* dims if it makes their factors equal. Primitives that move or
+combine entries come first. Then come sums over dims and lookups of entries: if the dim that is summed over, or looked
+up in, is split, devices add their results. This module has more than 400 lines, as it is read like a table.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardload.layout_search.program import UNSPLIT, Exchange, Lookup, Program, Value
+from shardload.layout_search.program import Dim, Exchange, Lookup, Program, Value
 
 PrimitiveRule = Callable[[Program, Any, Sequence[Value]], list[Value]]
 """How one JAX primitive maps dims: a function of the program, an equation, and the operands' `Value`s, that adds the
@@ -42,7 +43,7 @@ def itemsize(aval: Any) -> int:
     return int(getattr(aval.dtype, "itemsize", 8))
 
 
-def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
+def fresh(program: Program, var: Any, dims: Sequence[Dim | None] | None = None, **view: Any) -> Value:
     """Add an array of the shape and dtype of ``var`` to a program; ``dims`` and ``view`` are as in `Program.value`."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
@@ -58,10 +59,10 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
             same = [operands[i]]  # optimization_barrier and its like: one result per operand
         else:
             same = [v for v in operands if len(v.shape) == len(shape)]
-        dims: list[int | None] = [None] * len(shape)
+        dims: list[Dim | None] = [None] * len(shape)
         for value in same:
             for d, n in enumerate(value.dims):
-                if n != UNSPLIT and shape[d] == value.shape[d]:
+                if n and shape[d] == value.shape[d]:
                     known = dims[d]
                     dims[d] = n if known is None else program.unite(known, n)
         # These share the buffer of their operand.
@@ -71,13 +72,13 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
             results[-1].cast_of = operands[0]
     if results and eqn.primitive.name not in _VIEWS:
         # Fused elementwise work is bound by memory, so its flops are not counted.
-        program.work("elementwise", results[0].dims, nbytes=results[0].nbytes)
+        program.work("elementwise", results[0].factors, nbytes=results[0].nbytes)
     return results
 
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Sharding rule of ``iota`` and random numbers: the results may be split in any way that later operations need."""
-    made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
+    made = [fresh(program, var) for var in eqn.outvars]
     for value in made:
         value.recomputed = True
     return made
@@ -86,7 +87,7 @@ def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Sharding rule of ``broadcast_in_dim``: dims of equal length stay split; others may be split in any way."""
     value, shape = operands[0], eqn.params["shape"]
-    dims: list[int | None] = [program.any_length() for _ in shape]
+    dims: list[Dim | None] = [None] * len(shape)
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
         if value.shape[d] == shape[at]:
             dims[at] = value.dims[d]
@@ -113,90 +114,46 @@ def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     value, new = operands[0], set(eqn.params["dimensions"])
     kept = iter(value.dims)
     rank = len(eqn.outvars[0].aval.shape)
-    return [fresh(program, eqn.outvars[0], [UNSPLIT if d in new else next(kept) for d in range(rank)], view_of=value)]
+    return [fresh(program, eqn.outvars[0], [() if d in new else next(kept) for d in range(rank)], view_of=value)]
 
 
 def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Sharding rule of ``reshape``: of dims that are merged or divided, only the first may be split."""
+    """Sharding rule of ``reshape``: dims that are merged or divided keep their factors, and stay split."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
-    dims: list[int | None] = [None] * len(new)
-    heads: dict[int, int] = {}
-    # Entries are in row-major order: a split of the outermost dim of a block is the same ranges of entries before and
-    # after. A split of an inner dim is not, so the value is gathered.
+    dims: list[Dim | None] = [None] * len(new)
     for old_block, new_block in _blocks(value.shape, new):
         # Dims of length 1 come and go without moving anything.
         olds = [d for d in old_block if value.shape[d] != 1]
         news = [d for d in new_block if new[d] != 1]
-        if not olds or not news:
-            continue
-        # Groups of heads that are merged with another dim are still followed, as parts of it.
-        grouped = program.heads_of(value.dims[olds[0]])
-        carried = _carried(program, value, new, olds, news)
-        if carried is not None:
-            dim, to, node = carried
-            dims[to] = node
-            olds.remove(dim)
-            if to != news[0] and to == len(new) - 1:
-                # (192) to (12, 16): neither the heads nor their width divide alone.
-                program.mark_sliced(node)
-            elif to != news[0]:
-                heads[news[0]] = node
-            elif grouped is not None and program.group(grouped) != program.group(node):
-                heads[to] = grouped
+        if len(news) == 1:
+            dims[news[0]] = tuple(itertools.chain(*(value.dims[d] for d in olds)))
+            # Entries are in row-major order. A split of the second dim is ranges of entries of the merged one only if
+            # the first dim is split into single entries. Otherwise XLA gathers the second.
+            for at, d in enumerate(olds[1:], 1):
+                before = tuple(itertools.chain(*(value.dims[o] for o in olds[:at])))
+                program.need_whole(value, d, why="reshape", unless=before)
+        elif len(olds) == 1:
+            divided = _divided(program, value.dims[olds[0]], [new[d] for d in news])
+            for d, dim in zip(news, divided, strict=True):
+                dims[d] = dim
         else:
-            if grouped is not None:
-                heads[news[0]] = grouped
-            if len(news) > 1:
-                for d in olds:
-                    program.mark_sliced(value.dims[d])
-        for d in olds:
-            program.need_whole(value, d, why="reshape")
-    made = fresh(program, eqn.outvars[0], dims, view_of=value)
-    program.members.update({program.group(made.dims[d]): node for d, node in heads.items()})
-    return [made]
+            # (16, 128) to (128, 16): the same ranges of entries, but dims of another meaning. To carry them would split
+            # positions like examples in all that follows, which XLA does not do.
+            for d in olds:
+                program.need_whole(value, d, why="reshape")
+                program.mark_sliced(value.dims[d])
+    return [fresh(program, eqn.outvars[0], dims, view_of=value)]
 
 
-def _carried(
-    program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
-) -> tuple[int, int, int] | None:
-    """Find the dim that stays split where a reshape of ``value`` turns its dims ``olds`` into dims ``news``.
+def _divided(program: Program, dim: Dim, lengths: Sequence[int]) -> list[Dim]:
+    """Return the dims of certain ``lengths`` into which a reshape divides a dim, the major one first.
 
-    Return its position in ``value``, its position in the result, which has the shape ``new``, and the node (number) of
-    the new dim; ``None`` if no dim can stay split.
-
-    In grouped-query attention, 8 query heads become (4 groups, 2 heads each). Over 2 or 4 devices, each device has
-    whole groups: the dim of groups stays split, like the heads. Over 8 devices, each device has one head, which is half
-    a group. XLA does this without communication, by splitting both new dims together. Only one of them can have the
-    node of the 8 heads, so the second one gets it. A later reshape that merges the two dims gives it to the merged dim.
+    In grouped-query attention, 8 query heads become 4 groups of 2 heads: their dim then has two factors, 4 and 2. Over
+    2 or 4 devices, each device has whole groups. Over 8, each has one head, if one axis splits each factor.
     """
-    first, to = olds[0], news[0]
-    before, after = value.shape[first], new[to]
-    if before < after:
-        for d in olds[1:]:
-            length = program.length(value.dims[d])
-            if length > value.shape[d] and length % after == 0:
-                return d, to, value.dims[d]
-            # (4, 2, 16) to 128: all heads, with their width.
-            whole = math.prod(value.shape[o] for o in olds if o <= d)
-            if value.shape[d] < length == whole and program.can_follow(after, length):
-                return d, to, program.unite(value.dims[d], program.node(after))
-    if before == after:
-        return first, to, value.dims[first]
-    longer, shorter = max(before, after), min(before, after)
-    # (16, 128) to (128, 16): the same ranges of entries, but dims of another meaning. To carry the group over would
-    # split positions like examples in all that follows, which XLA does not do.
-    if longer % shorter or min(len(olds), len(news)) > 1:
-        return None
-    # (4, 8) merged to 32, or back: if each axis that divides 32 divides 4 as well, they can share a group.
-    if program.can_follow(longer, shorter):
-        return first, to, program.unite(value.dims[first], program.node(after))
-    whole = after * new[news[1]] if len(news) > 1 else 0
-    if before == whole:
-        return first, news[1], value.dims[first]
-    # 128 to (4, 2, 16): heads with their width, to groups of heads.
-    if before > whole > 0 and before % whole == 0 and program.can_follow(before, whole):
-        return first, news[1], program.unite(value.dims[first], program.node(whole))
-    return None
+    made = [program.dim(n) for n in lengths]
+    program.unite(dim, tuple(itertools.chain(*made)))
+    return [program.factors(one) for one in made]
 
 
 def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
@@ -282,8 +239,8 @@ def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Sharding rule of ``rev``: all dims stay split. If a dim that is reversed is split, devices swap their shards."""
     value = operands[0]
     reversed_dims = [value.dims[d] for d in eqn.params["dimensions"]]
-    exchanges = [Exchange("collective-permute", n, value.nbytes, value.dims) for n in reversed_dims]
-    program.work("rev", value.dims, nbytes=value.nbytes, exchanges=exchanges)
+    exchanges = [Exchange("collective-permute", n, value.nbytes, value.factors) for n in reversed_dims]
+    program.work("rev", value.factors, nbytes=value.nbytes, exchanges=exchanges)
     return [fresh(program, eqn.outvars[0], value.dims)]
 
 
@@ -313,7 +270,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     axis, first = eqn.params["axis"], operands[0]
     for other in operands[1:]:
         program.unite_dims(first, other)
-    dims: list[int | None] = list(first.dims)
+    dims: list[Dim | None] = list(first.dims)
     dims.insert(axis, None)
     return [fresh(program, eqn.outvars[0], dims)]
 
@@ -351,15 +308,8 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     program.store(value)
     for var in eqn.outvars:
         made = fresh(program, var, [n for d, n in enumerate(value.dims) if d not in axes])
-        exchanges = [
-            Exchange("all-reduce", value.dims[d], program.summed_bytes(value, d, made), made.dims) for d in axes
-        ]
-        for d in axes:
-            heads = program.heads_of(value.dims[d])
-            if heads is not None:
-                # Over groups of heads: each device has the sum of its group.
-                exchanges.append(Exchange("all-reduce", heads, made.nbytes, made.dims))
-        program.work("reduce", value.dims, flops=math.prod(value.shape), exchanges=exchanges)
+        exchanges = [Exchange("all-reduce", value.dims[d], made.nbytes, made.factors) for d in axes]
+        program.work("reduce", value.factors, flops=math.prod(value.shape), exchanges=exchanges)
         program.store(made)
         results.append(made)
     return results
@@ -375,17 +325,12 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     free = [left.dims[d] for d in range(len(left.dims)) if d not in (*left_sum, *left_batch)]
     free += [right.dims[d] for d in range(len(right.dims)) if d not in (*right_sum, *right_batch)]
     made = fresh(program, eqn.outvars[0], [*(left.dims[d] for d in left_batch), *free])
-    summed = [left.dims[d] for d in left_sum]
-    exchanges = [Exchange("all-reduce", left.dims[d], program.summed_bytes(left, d, made), made.dims) for d in left_sum]
-    for d in left_sum:
-        heads = program.heads_of(left.dims[d])
-        if heads is not None:
-            # Over groups of heads: gradients, of which each device has those of its group, with a whole weight.
-            gradients = max(left, right, key=lambda value: value.origin.born)
-            exchanges.append(Exchange("all-gather", heads, gradients.nbytes, gradients.dims))
+    made.of_weights = not left_batch
+    summed = tuple(itertools.chain(*(left.dims[d] for d in left_sum)))
+    exchanges = [Exchange("all-reduce", left.dims[d], made.nbytes, made.factors) for d in left_sum]
     flops = 2 * math.prod(made.shape) * math.prod(left.shape[d] for d in left_sum)
     program.store(left, right, made)
-    program.work("dot", (*made.dims, *summed), flops=flops, nbytes=made.nbytes, exchanges=exchanges)
+    program.work("dot", made.factors + summed, flops=flops, nbytes=made.nbytes, exchanges=exchanges)
     return [made]
 
 
@@ -394,7 +339,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     numbers, (image, kernel) = eqn.params["dimension_numbers"], operands[:2]
     space, (_, in_channels, *window) = numbers.lhs_spec[2:], numbers.rhs_spec
     shape = tuple(eqn.outvars[0].aval.shape)
-    dims: list[int | None] = [None] * len(shape)
+    dims: list[Dim | None] = [None] * len(shape)
     for at, node in zip(numbers.out_spec[:2], _channels(program, eqn, image, kernel), strict=True):
         dims[at] = node
     for d, in_kernel in zip(space, window, strict=True):
@@ -406,16 +351,16 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
         # XLA would carry a split of the result back to the image, and exchange its edges.
         program.mark_sliced(made.dims[d])
     # With groups, input channels are contracted within each group, which `_channels` keeps whole or on one device.
-    summed = [kernel.dims[in_channels]] if eqn.params["feature_group_count"] == 1 else []
-    exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]
+    summed = kernel.dims[in_channels] if eqn.params["feature_group_count"] == 1 else ()
+    exchanges = [Exchange("all-reduce", summed, made.nbytes, made.factors)]
     flops = 2 * math.prod(shape) * math.prod(kernel.shape[d] for d in (in_channels, *window))
     program.store(image, kernel, made)
-    program.work("convolution", (*made.dims, *summed), flops=flops, nbytes=made.nbytes, exchanges=exchanges)
+    program.work("convolution", made.factors + summed, flops=flops, nbytes=made.nbytes, exchanges=exchanges)
     return [made]
 
 
-def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
-    """Return the nodes (numbers) of a convolution's batch dim and channel dim; ``None`` stands for a new node.
+def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[Dim | None, Dim | None]:
+    """Return a convolution's batch dim and channel dim; ``None`` stands for a new dim.
 
     A grouped convolution divides the channels into feature groups, and convolves each group by itself. In a depthwise
     convolution, each group has one channel, so channels stay split. In the gradient of its kernel, the batch dim and
@@ -436,8 +381,8 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
     for d in (out_channels, in_channels) if batches == 1 else (out_channels,):
         program.need_whole(kernel, d, why="convolution")
     if batches == 1:
-        rows = Exchange("all-gather", image.dims[batch], image.nbytes, image.dims[batch : batch + 1])
-        program.work("convolution", image.dims, exchanges=[rows])
+        rows = Exchange("all-gather", image.dims[batch], image.nbytes, image.dims[batch])
+        program.work("convolution", image.factors, exchanges=[rows])
     return result, None
 
 
@@ -446,7 +391,7 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     embedding, indices = operands[:2]
     shape = eqn.outvars[0].aval.shape
-    dims: list[int | None] = [None] * len(shape)
+    dims: list[Dim | None] = [None] * len(shape)
     batching = tuple(numbers.operand_batching_dims)
     window = [d for d in range(len(embedding.shape)) if d not in (*numbers.collapsed_slice_dims, *batching)]
     looked_up = [d for d in numbers.collapsed_slice_dims if d not in batching]
@@ -462,13 +407,13 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     for d, at in zip(batching, numbers.start_indices_batching_dims, strict=True):
         program.unite(embedding.dims[d], indices.dims[at])
     made = fresh(program, eqn.outvars[0], dims)
-    exchanges = [Exchange("all-reduce", embedding.dims[d], made.nbytes, made.dims) for d in looked_up]
+    exchanges = [Exchange("all-reduce", embedding.dims[d], made.nbytes, made.factors) for d in looked_up]
     whole = all(sizes[d] == embedding.shape[d] for d in window)
     # A plain embedding lookup: whole rows, by one index.
     if len(looked_up) == 1 and whole and not batching:
         program.lookups.append(Lookup(embedding, looked_up[0], indices, made))
     program.store(made)
-    program.work("gather", made.dims, nbytes=made.nbytes, exchanges=exchanges)
+    program.work("gather", made.factors, nbytes=made.nbytes, exchanges=exchanges)
     return [made]
 
 
@@ -491,9 +436,9 @@ def scatter(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     made = fresh(program, eqn.outvars[0], value.dims)
     # Updates that are split like the result are added where they belong. Split along anything else, such as the batch,
     # each device has a partial sum: the gradient of an embedding.
-    own = {program.group(n) for n in made.dims}
-    summed = [updates.dims[at] for at in rest if program.group(updates.dims[at]) not in own]
-    exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]
+    own = {*program.factors(made.factors)}
+    spread = [updates.dims[at] for at in rest if not own & {*program.factors(updates.dims[at])}]
+    exchanges = [Exchange("all-reduce", dim, made.nbytes, made.factors) for dim in spread]
     program.store(made)
-    program.work("scatter", made.dims, nbytes=updates.nbytes, exchanges=exchanges)
+    program.work("scatter", made.factors, nbytes=updates.nbytes, exchanges=exchanges)
     return [made]

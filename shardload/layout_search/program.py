@@ -1,18 +1,23 @@
 """A traced program, reduced to dims: which of them must be split alike, and which collectives a split would cause.
 
-If an operation maps a dim of an operand onto a dim of its result, both dims belong to one *group*: a mesh axis that
-splits one dim of a group splits all of them. In a feed-forward layer, the hidden dims of the kernel ``up``, of the
-kernel ``down`` and of the activation ``h`` are one group:
+If an operation maps a dim of an operand onto a dim of its result, both dims have the same *factors*: a mesh axis that
+splits one of these dims splits both. In a feed-forward layer, the hidden dims of the kernel ``up``, of the kernel
+``down`` and of the activation ``h`` are one factor:
 
     x [batch, features] · up [features, hidden] ─► h [batch, hidden] · down [hidden, features] ─► y [batch, features]
-                                     └────────────────────┴──────────────────┘ one group
+                                     └────────────────────┴──────────────────┘ one factor
+
+Most dims have one factor. A dim that a reshape divides has several, the major one first, as in grouped-query attention:
+
+    queries [batch, 128 heads, 64] ─► [batch, 8 groups, 16 heads each, 64]    128 = 8 x 16: two factors
 
 If an operation sums over a split dim, its result needs an all-reduce. If it needs a split dim whole, its operand needs
-an all-gather. `Program` collects groups, operations and these collectives.
+an all-gather. `Program` collects factors, operations and these collectives.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,22 +25,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-UNSPLIT = -1
-"""The number of every dim of length 1. Such a dim is never split, so none needs a number of its own.
-
-A longer dim has a number, its *node*, and belongs to a group of dims that must be split alike, which has a number, too.
-`UNSPLIT`, in place of a node or of the number of a group, is a dim that is not split."""
+Dim = tuple[int, ...]
+"""A dim of an array: the numbers of its factors, the major one first. ``()`` is a dim that is never split, such as each
+dim of length 1."""
 CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One array of a traced program: its shape, a number (*node*) for each dim, and when its buffer is needed."""
+    """One array of a traced program: its shape, the factors of its dims, and when its buffer is needed."""
 
     shape: tuple[int, ...]
     itemsize: int
-    dims: tuple[int, ...]
-    """For each dim, its node: a number that `Program.group` maps to the dim's group; `UNSPLIT` for length 1."""
+    dims: tuple[Dim, ...]
+    """For each dim, the numbers of its factors, as they were when the array was made: see `Program.factors`."""
     view_of: Value | None = None
     """The value that this one is a reshape or transpose of, and whose buffer it shares; ``None`` if it is no view."""
     born: int = 0
@@ -46,11 +49,24 @@ class Value:
     """Whether the value is a constant or a broadcast, which XLA does not store, but computes where it is read."""
     cast_of: Value | None = None
     """The value from which this one was converted to another dtype; ``None`` if it is no conversion."""
+    block: str = ""
+    """The block of the model (a repeated layer) in whose forward pass the value is made; empty outside of blocks."""
+    leaves_block: bool = False
+    """Whether the forward pass reads the value outside of its block, too: it is an output of the block."""
+    of_weights: bool = False
+    """Whether the value is a product without batch dims, as of activations with a weight."""
+    forward_use: int = 0
+    """When the forward pass reads the value for the last time."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole value, over all devices."""
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def factors(self) -> Dim:
+        """The factors of all dims, in order."""
+        return tuple(itertools.chain(*self.dims))
 
     @property
     def origin(self) -> Value:
@@ -66,16 +82,19 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective that an operation needs if a mesh axis splits the dims of ``group`` (dims that are split alike)."""
+    """A collective that an operation needs if mesh axes split a dim: one collective over all of these axes."""
 
     kind: CollectiveKind
-    group: int
-    """The node (number) of the dim whose split makes the collective necessary. It stands for all dims of its group."""
+    split: Dim
+    """The dim whose split makes the collective necessary."""
     nbytes: int
     """Bytes of the collective's result on one device, if no other mesh axis splits the result. If another axis splits
     one of ``dims``, each device has only a part of these bytes. For a collective-permute: bytes over all devices."""
-    dims: tuple[int, ...]
-    """Nodes (numbers) of those dims of the result that other mesh axes may split."""
+    dims: Dim
+    """The factors of the result, which other mesh axes may split."""
+    unless: Dim = ()
+    """Factors, each of which must be split into single entries for the collective to be unnecessary. A dim that is
+    merged from two can be split along the second only if it is fully split along the first. Empty: no exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +102,8 @@ class Operation:
     """Arithmetic and memory traffic of one primitive. A split of one of ``dims`` divides the work over devices."""
 
     name: str
-    dims: tuple[int, ...]
-    """Nodes (numbers that `Value.dims` gives to dims) of all dims whose split divides the work over devices."""
+    dims: Dim
+    """The factors of all dims whose split divides the work over devices."""
     flops: float
     nbytes: float
     """Bytes written to memory over all devices."""
@@ -93,7 +112,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A lookup in an embedding: ``indices`` select ``rows``. A search may split such rows over the batch axis, too."""
+    """A lookup in an embedding: ``indices`` select ``rows``. A search may split such rows over the batch axes, too."""
 
     embedding: Value
     dim: int
@@ -102,100 +121,141 @@ class Lookup:
     rows: Value
 
 
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One equation in the forward pass of a block: what it reads, what it makes, and its operations."""
+
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    operations: range
+    """Indices of its operations in `Program.operations`."""
+
+
 @dataclass(slots=True)
 class Program:
-    """One traced program: its arrays, its operations, and groups of dims that must be split alike."""
+    """One traced program: arrays, operations, and factors, which dims that must be split alike have in common."""
 
-    divisors: tuple[int, ...]
-    """Sizes of the mesh axes. An axis can split a dim if its size divides the dim's length."""
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    tensors: set[tuple[int, ...]] = field(default_factory=set)
-    """For every array with several dims, the nodes (numbers) of its dims. Dims that meet in one array cannot be split
-    over the same mesh axis."""
+    tensors: set[tuple[Dim, ...]] = field(default_factory=set)
+    """For every array, its dims. A mesh axis can split only one of the factors that meet in one array."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
-    """Nodes (numbers) of dims that are cut into slices, are slices, or are joined from slices. A search splits none:
-    XLA would move slices between devices in ways that the cost model does not know."""
-    members: dict[int, int] = field(default_factory=dict)
-    """For grouped-query attention, where 8 query heads become a dim of 4 groups and a dim of 2 heads: maps the number
-    of the dim of groups to that of the dim of all heads."""
+    """Factors of dims that are cut into slices, are slices, or are joined from slices. A search splits none: XLA would
+    move slices between devices in ways that the cost model does not know."""
     unknown: Counter[str] = field(default_factory=Counter)
     """How often each JAX primitive occurs that has no rule in `primitives`: a plan has a note on each of them."""
     clock: int = 0
-    _parent: list[int] = field(default_factory=list)
+    block: str = ""
+    """The block of the model (a repeated layer) to whose forward or backward pass the current equation belongs."""
+    in_backward: bool = False
+    """Whether the current equation belongs to the backward pass."""
+    equations: dict[str, list[Equation]] = field(default_factory=dict)
+    """For each block, the equations of its forward pass, in order."""
+    backward_from: dict[str, int] = field(default_factory=dict)
+    """For each block, when its backward pass begins."""
     _length: list[int] = field(default_factory=list)
+    _parts: list[Dim | None] = field(default_factory=list)
+    """For a factor that was merged with another one or divided into several: these. ``None`` for any other factor."""
     _repeat: int = 1
 
-    def group(self, node: int) -> int:
-        """Return the group of a dim: all dims that are split alike have the same number, the node of one of them."""
-        if node == UNSPLIT:
-            return UNSPLIT
-        parent = self._parent
-        while parent[node] != node:
-            # Path halving keeps later look-ups short.
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
+    def factors(self, dim: Dim) -> Dim:
+        """Return the factors that a dim has now: some may have been merged with others, or divided, since it was made.
 
-    def length(self, node: int) -> int:
-        """Return the greatest common divisor of all lengths in a dim's group: the number of parts must divide it."""
-        return 1 if node == UNSPLIT else self._length[self.group(node)]
+        Dims of which all factors are equal are split alike.
+        """
+        if all(self._parts[f] is None for f in dim):
+            return dim
+        found: list[int] = []
+        for factor in dim:
+            parts = self._parts[factor]
+            if parts is None:
+                found.append(factor)
+            else:
+                # Remembered, to keep later look-ups short.
+                self._parts[factor] = current = self.factors(parts)
+                found += current
+        return tuple(found)
 
-    def unite(self, first: int, second: int) -> int:
-        """Merge the groups of two dims, given by their nodes, so that both are split alike; return the merged group."""
-        # UNSPLIT is -1: the maximum is the other node.
-        if UNSPLIT in (first, second):
-            return max(first, second)
-        a, b = self.group(first), self.group(second)
-        if a != b:
-            self._parent[b] = a
-            # A split must divide the length of every dim in the group.
-            self._length[a] = math.gcd(self._length[a], self._length[b])
-            if b in self.members:
-                self.members.setdefault(a, self.members.pop(b))
-        return a
+    def length(self, factor: int) -> int:
+        """Return the length of a factor. If mesh axes split it, the product of their sizes must divide its length."""
+        return self._length[factor]
+
+    def dim(self, length: int) -> Dim:
+        """Return a new dim of this length with a factor of its own; ``()`` for length 1, as such a dim is not split."""
+        if length == 1:
+            return ()
+        self._length.append(length)
+        self._parts.append(None)
+        return (len(self._length) - 1,)
+
+    def unite(self, first: Dim, second: Dim) -> Dim:
+        """Give two dims of the same length the same factors, so that both are split alike; return these factors.
+
+        A factor is divided where the other dim's factor is shorter. Where none divides the other (12 x 16 and
+        16 x 12), the rest of both dims is not split by a search.
+        """
+        # A dim without factors is never split, and need not be united with one that may be.
+        if not first or not second:
+            return first or second
+        # Stacks, with the major factor on top.
+        waiting, others = [*reversed(self.factors(first))], [*reversed(self.factors(second))]
+        while waiting and others:
+            a, b = self._top(waiting), self._top(others)
+            major = math.gcd(self._length[a], self._length[b])
+            if a != b and major == 1:
+                self.sliced.update(waiting, others)
+                break
+            a, b = self._major(waiting, major), self._major(others, major)
+            if a != b:
+                # The older factor stays, so that chains of replaced ones remain short.
+                self._parts[max(a, b)] = (min(a, b),)
+        return self.factors(first)
+
+    def _top(self, stack: list[int]) -> int:
+        # A factor that a dim has twice may just have been divided.
+        stack += reversed(self.factors((stack.pop(),)))
+        return stack[-1]
+
+    def _major(self, stack: list[int], length: int) -> int:
+        """Take the factor from the top of a stack; if it is longer than ``length``, divide it and leave the rest."""
+        factor = stack.pop()
+        if self._length[factor] == length:
+            return factor
+        major, minor = self.divide(factor, length)
+        stack.append(minor)
+        return major
+
+    def divide(self, factor: int, major: int) -> tuple[int, int]:
+        """Replace a factor by two: one of the length ``major``, and one of the rest. Return them."""
+        parts = (*self.dim(major), *self.dim(self._length[factor] // major))
+        self._parts[factor] = parts
+        first, second = parts
+        return first, second
 
     def unite_dims(self, first: Value, second: Value) -> None:
-        """Merge the groups of each dim of two values that have the same shape: the values are then split alike."""
+        """Unite each dim of two values that have the same shape: the values are then split alike."""
         for a, b in zip(first.dims, second.dims, strict=True):
             self.unite(a, b)
-
-    def node(self, length: int) -> int:
-        """Return a new node (number) for a dim of this length, in a group of its own; `UNSPLIT` for length 1."""
-        if length == 1:
-            return UNSPLIT
-        self._parent.append(len(self._parent))
-        self._length.append(length)
-        return len(self._parent) - 1
-
-    def any_length(self) -> int:
-        """Return a new node for a dim of a broadcast or constant, which may be split into any number of parts."""
-        return self.node(0)  # gcd(0, n) is n
 
     def value(
         self,
         shape: Sequence[int],
         itemsize: int,
-        dims: Sequence[int | None] | None = None,
+        dims: Sequence[Dim | None] | None = None,
         *,
         view_of: Value | None = None,
     ) -> Value:
-        """Add an array to the program, and return it; ``dims`` has a node (number) for each dim.
+        """Add an array to the program, and return it; ``dims`` are its dims.
 
-        ``None`` stands for a new node, whose dim may be split in its own way. By default, all nodes are new.
+        ``None`` stands for a new dim, which may be split in its own way. By default, all dims are new.
         """
         shape = tuple(int(n) for n in shape)
         known = [None] * len(shape) if dims is None else dims
-        nodes = tuple(
-            UNSPLIT if n == 1 else self.node(n) if d is None or d == UNSPLIT else d
-            for n, d in zip(shape, known, strict=True)
-        )
-        made = Value(shape, itemsize, nodes, view_of, self.clock, self.clock)
+        made_dims = tuple(() if n == 1 else d or self.dim(n) for n, d in zip(shape, known, strict=True))
+        made = Value(shape, itemsize, made_dims, view_of, self.clock, self.clock, block=self.block)
         self.values.append(made)
-        # Only values of several dims can have a conflict: one axis cannot split two dims of a tensor.
-        if len(nodes) > 1:
-            self.tensors.add(nodes)
+        self.tensors.add(made_dims)
         return made
 
     def store(self, *values: Value) -> None:
@@ -213,57 +273,50 @@ class Program:
     def use(self, *values: Value) -> None:
         """Record that the current operation reads values: their buffers are needed at least until now."""
         for value in values:
-            value.root.last_use = self.clock
+            root = value.root
+            root.last_use = self.clock
+            if not self.in_backward:
+                root.forward_use = self.clock
+                root.leaves_block |= root.block != self.block
 
     def work(
-        self, name: str, dims: Sequence[int], *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
+        self, name: str, dims: Dim, *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
     ) -> None:
-        """Record an operation with its dims (nodes), work and collectives; in a loop, as often as it is `repeated`."""
+        """Record an operation with its dims, work and collectives; in a loop, as often as it is `repeated`."""
         n = self._repeat
         # A dim of length 1 is never split, so it causes no exchange.
-        grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
-        self.operations.append(Operation(name, tuple(dims), flops * n, nbytes * n, grown))
+        grown = tuple(Exchange(e.kind, e.split, e.nbytes * n, e.dims, e.unless) for e in exchanges if e.split)
+        self.operations.append(Operation(name, dims, flops * n, nbytes * n, grown))
 
-    def need_whole(self, value: Value, dim: int, *, why: str) -> None:
-        """Record that an operation needs a dim whole: if the dim is split, the value is gathered first."""
-        if value.dims[dim] != UNSPLIT:
-            gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.dims)
-            self.work(why, value.dims, exchanges=(gather,))
+    def record(self, operands: Sequence[Value], results: Sequence[Value], operations: range) -> None:
+        """Record an equation of a block, from which it is found out what recomputing its values takes."""
+        if self.block and self.in_backward:
+            self.backward_from.setdefault(self.block, self.clock)
+        elif self.block:
+            self.equations.setdefault(self.block, []).append(Equation((*operands,), (*results,), operations))
+
+    def need_whole(self, value: Value, dim: int, *, why: str, unless: Dim = ()) -> None:
+        """Record that an operation needs a dim whole: if the dim is split, the value is gathered first.
+
+        It is not gathered if the factors in ``unless`` are split into single entries.
+        """
+        gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.factors, unless)
+        self.work(why, value.factors, exchanges=[gather])
 
     def need_all(self, value: Value, *, why: str) -> None:
         """Record that an operation needs a whole value: a gather for each split dim, the last first, as XLA does it."""
-        for d, node in enumerate(value.dims):
-            if node != UNSPLIT:
-                gather = Exchange("all-gather", node, value.nbytes, value.dims[: d + 1])
-                self.work(why, value.dims, exchanges=(gather,))
-
-    def heads_of(self, groups: int) -> int | None:
-        """Return the node of the dim of all heads for that of a dim of their groups (see `members`), else ``None``."""
-        return self.members.get(self.group(groups))
-
-    def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
-        """Return the bytes that an all-reduce adds up on each device, if ``made`` is a sum of ``value`` over ``dim``.
-
-        Only ``dim`` counts as split here. Usually these are all bytes of ``made``.
-
-        In grouped-query attention, they may be fewer. For example, 8 heads in 4 groups are split over 8 devices, and
-        gradients are summed over the 2 heads of each group. Each device has one head then. It adds up only with the
-        device that has the other head of its group, and only the quarter of ``made`` that belongs to this group.
-        """
-        length = self.length(value.dims[dim])
-        if length <= value.shape[dim]:
-            return made.nbytes
-        return made.nbytes // math.gcd(length // value.shape[dim], max(k for k in self.divisors if length % k == 0))
+        for d, dim in enumerate(value.dims):
+            before = tuple(itertools.chain(*value.dims[: d + 1]))
+            self.work(why, value.factors, exchanges=[Exchange("all-gather", dim, value.nbytes, before)])
 
     def slice_dim(self, value: Value, dim: int, *, why: str) -> None:
         """Record that an operation slices a dim: the dim must be whole, and a search does not split it."""
         self.need_whole(value, dim, why=why)
         self.mark_sliced(value.dims[dim])
 
-    def mark_sliced(self, node: int) -> None:
-        """Record that a dim, given by its node, is a slice or is joined from slices: a search does not split it."""
-        if node != UNSPLIT:
-            self.sliced.add(node)
+    def mark_sliced(self, dim: Dim) -> None:
+        """Record that a dim is a slice or is joined from slices: a search does not split it."""
+        self.sliced.update(dim)
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
@@ -274,7 +327,3 @@ class Program:
             yield
         finally:
             self._repeat = before
-
-    def can_follow(self, outer: int, inner: int) -> bool:
-        """Whether dims of two lengths can be split alike: each axis size that divides ``outer`` divides ``inner``."""
-        return all(inner % k == 0 for k in self.divisors if k > 1 and outer % k == 0)

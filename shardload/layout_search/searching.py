@@ -6,19 +6,22 @@ options ─► checked inputs ─► LayoutSearch: the step, traced once ─► 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from shardload.errors import DoesNotFitError, LayoutError, UsageError, did_you_mean
+from shardload.keras_bridge.recomputation import Recompute
 from shardload.layout_search.given_layouts import fixed_specs
 from shardload.layout_search.layout_plan import LayoutPlan
-from shardload.layout_search.linear_program import optimum
+from shardload.layout_search.linear_program import Demand, Solution, optimum, splits_part_of_axis
 from shardload.layout_search.optimizer_memory import checked_optimizer, memory_of_optimizer
 from shardload.layout_search.plan_building import plan_of_solution
-from shardload.layout_search.problem import Hardware, make_problem
+from shardload.layout_search.problem import Hardware, Problem, divided_mesh, make_problem
 from shardload.layout_search.tracing import (
     Traced,
     check_rows,
@@ -29,6 +32,7 @@ from shardload.layout_search.tracing import (
 )
 from shardload.layouts.model_variables import check_model, nbytes
 from shardload.sharding.devices import mesh_spec
+from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.stores.event_loop import collector_paused
 from shardload.typing import LayoutMap, MeshLike
@@ -38,6 +42,13 @@ BATCH_PER_POSITION = 8
 """Rows of the batch for each position along the batch axis, if the caller gives neither inputs nor a batch size."""
 MAX_DEVICES = 4096
 """The most devices that the search for the smallest mesh tries."""
+
+
+REMATS = ("auto", "none", "matmuls", "full")
+"""What blocks may recompute: what is fastest within the limit; nothing; all but products with weights; everything."""
+Remat = Literal["auto", "none", "matmuls", "full"] | Mapping[str, Literal["none", "matmuls", "full"]]
+_MOST_MIXED = 2
+"""A search tries to recompute different values in blocks of different kinds if it has at most so many kinds."""
 
 
 class StepOptions(TypedDict, total=False):
@@ -56,7 +67,8 @@ class SearchOptions(StepOptions, total=False):
 
     device_memory_bytes: int | None
     pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None
-    batch_axis: str | None
+    batch_axis: str | Sequence[str] | None
+    remat: Remat
 
 
 def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOptions]) -> LayoutPlan:
@@ -70,8 +82,8 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
 
     Args:
         model: A built Keras model.
-        mesh: The mesh, such as ``"data=2,model=4"``. An axis of kind ``batch`` splits the first dim of the inputs; with
-            a memory limit it may also split the storage of weights, which are then gathered for use.
+        mesh: The mesh, such as ``"data=2,model=4"``. Axes called ``data`` and ``fsdp`` split the first dim of the
+            inputs; with a memory limit they may also split the storage of weights, which are then gathered for use.
 
     Keyword Args:
         inputs (Any): The first argument of the model's ``call``, as arrays or ``jax.ShapeDtypeStruct``. By default,
@@ -87,7 +99,12 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
             `keras.distribution.LayoutMap`; or another plan of the model on this mesh. What `shardload.layout_rule` says
             of a layer class is fixed too.
         hardware (Hardware | None): Rates of devices and links.
-        batch_axis (str | None): The axis that splits the batch; by default the mesh's.
+        batch_axis (str | Sequence[str] | None): The axis or axes that split the batch; by default, all of the mesh that
+            are called ``data``, ``fsdp`` and the like.
+        remat (str | Mapping[str, str]): What blocks, the layers that the model repeats, compute again in the backward
+            pass instead of keeping it: ``none``, ``matmuls`` (all but products with weights) or ``full``; or that for
+            each kind, by the name of its class. By default ``auto``: what is fastest within the limit; without one,
+            ``none``.
 
     Raises:
         DoesNotFitError: When no layout keeps the limit; the message says which limit is enough.
@@ -106,14 +123,17 @@ class MeshSearch:
         check_built(model)
         self.mesh = mesh_spec(mesh)
         check_positive(device_memory_bytes=options.get("device_memory_bytes"))
-        self.batch_axis = batch_axis_of(self.mesh, options.get("batch_axis"))
-        self.pins = options.get("pins")
-        rows = BATCH_PER_POSITION * self.mesh.axis_size(self.batch_axis)
+        self.mesh.check_no_stages()
+        self.batch_axes = batch_axes_of(self.mesh, options.get("batch_axis"))
+        self.pins, self.remat = options.get("pins"), checked_remat(options.get("remat", "auto"))
+        rows = BATCH_PER_POSITION * math.prod(map(self.mesh.axis_size, self.batch_axes))
         self.step = traced_step(model, self.mesh, options, rows=rows)
 
     def within(self, limit: int | None) -> LayoutPlan:
         """Return the best plan that needs at most ``limit`` bytes on each device."""
-        return self.step.on(self.mesh, device_memory_bytes=limit, pins=self.pins, batch_axis=self.batch_axis)
+        return self.step.on(
+            self.mesh, device_memory_bytes=limit, pins=self.pins, batch_axes=self.batch_axes, remat=self.remat
+        )
 
 
 def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) -> LayoutSearch:
@@ -147,31 +167,98 @@ class LayoutSearch:
         with collector_paused():
             self.recorded = record_program(model, inputs, training=optimizer is not None, arguments=arguments)
         self.optimizer_memory = memory_of_optimizer(optimizer, model.trainable_variables)
-        self._traces: dict[frozenset[int], Traced] = {}
+        self._traced: Traced | None = None
 
     def on(
         self,
         mesh: MeshSpec,
         *,
         device_memory_bytes: int | None,
-        batch_axis: str | None = None,
+        batch_axes: Sequence[str] | None = None,
         pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
+        remat: Remat = "auto",
     ) -> LayoutPlan:
         """Return the best plan for the step on a mesh, within ``device_memory_bytes`` per device unless ``None``."""
-        axis = batch_axis_of(mesh, batch_axis)
+        mesh.check_no_stages()
+        if isinstance(pins, LayoutPlan) and mesh.parts_in(pins.mesh) is not None:
+            mesh = pins.mesh
+        axes = mesh.batch_axes if batch_axes is None else tuple(batch_axes)
         fixed = fixed_specs(self.model, mesh, pins)
+        limit = None if device_memory_bytes is None else int(device_memory_bytes)  # JSON has no integers of NumPy
         with collector_paused():
-            key = frozenset(mesh.sizes)  # 2x4 and 4x2 share one program
-            if key not in self._traces:
-                self._traces[key] = trace(self.recorded, divisors=mesh.sizes)
-            traced = self._traces[key]
-            memory = self.optimizer_memory
-            problem = make_problem(traced, mesh, self.hardware, batch_axis=axis, pins=fixed, optimizer=memory)
-            limit = None if device_memory_bytes is None else int(device_memory_bytes)  # JSON has no integers of NumPy
-            demand, solution = optimum(problem, limit)
+            if self._traced is None:
+                self._traced = trace(self.recorded)
+            divided = divided_mesh(self._traced, mesh, batch_axes=axes)
+            asked = _Asked(mesh, axes, fixed, limit)
+            found, failed = [], []
+            for kinds in self._rematerialised(remat, limited=limit is not None):
+                try:
+                    found.append(self._solved(divided, asked, kinds))
+                except DoesNotFitError as error:
+                    failed.append(error)
+                # Nothing is faster than to recompute nothing, unless weights are stored split to make room.
+                if found and not any(option.stored for option in found[-1][2].options):
+                    break
+            if not found:
+                raise min(failed, key=lambda error: error.least_bytes)
+            problem, demand, solution = min(found, key=lambda one: one[2].seconds + one[0].fixed_s)
+            # Parts of an axis are of use only if one of them splits a weight without the other.
+            if divided != mesh and not splits_part_of_axis(problem, solution, mesh.parts_in(divided) or {}):
+                problem, demand, solution = self._solved(mesh, asked, problem.lifetimes.remat)
             return plan_of_solution(
-                self.model, problem, demand, solution, inputs=self.inputs, batch_axis=axis, limit=limit
+                self.model, problem, demand, solution, inputs=self.inputs, batch_axes=axes, limit=limit
             )
+
+    def _rematerialised(self, remat: Remat, *, limited: bool) -> Iterator[Mapping[str, Recompute]]:
+        """Yield what to try: for each kind of blocks, whether and what it recomputes."""
+        assert self._traced is not None
+        kinds = sorted({*self._traced.blocks.values()}) if self._traced.training else []
+        if isinstance(remat, Mapping):
+            yield {kind: mode for kind, mode in remat.items() if mode != "none"}
+        elif remat in ("matmuls", "full"):
+            yield dict.fromkeys(kinds, remat)
+        elif remat == "none" or not limited or not kinds:
+            yield {}
+        else:
+            # Alike for all kinds, then mixed, if there are few.
+            modes: tuple[Literal["none", "matmuls", "full"], ...] = ("none", "matmuls", "full")
+            alike = [dict.fromkeys(kinds, mode) for mode in modes]
+            mixed = itertools.product(modes, repeat=len(kinds)) if 1 < len(kinds) <= _MOST_MIXED else ()
+            tried = [*alike, *(one for m in mixed if (one := dict(zip(kinds, m, strict=True))) not in alike)]
+            for one in tried:
+                yield {kind: mode for kind, mode in one.items() if mode != "none"}
+
+    def _solved(
+        self, mesh: MeshSpec, asked: _Asked, remat: Mapping[str, Recompute]
+    ) -> tuple[Problem, Demand, Solution]:
+        """Search on a mesh that may have parts of the axes of the mesh that was asked for."""
+        assert self._traced is not None
+        parts = asked.mesh.parts_in(mesh) or {}
+        divided = {
+            key: tuple(tuple(itertools.chain(*(parts[axis] for axis in axes))) for axes in spec)
+            for key, spec in asked.pins.items()
+        }
+        problem = make_problem(
+            self._traced,
+            mesh,
+            self.hardware.on(mesh, parts),
+            batch_axes=asked.batch_axes,
+            pins=divided,
+            optimizer=self.optimizer_memory,
+            asked=asked.mesh,
+            remat=remat,
+        )
+        return (problem, *optimum(problem, asked.limit))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a search on a mesh is asked for."""
+
+    mesh: MeshSpec
+    batch_axes: tuple[str, ...]
+    pins: Mapping[int, Spec]
+    limit: int | None
 
 
 # ---- the smallest mesh -------------------------------------------------------------------------------
@@ -255,13 +342,25 @@ def check_options(caller: str, options: Mapping[str, Any], known: type[StepOptio
         raise UsageError(f"{caller}() has no argument {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
 
 
-def batch_axis_of(mesh: MeshSpec, given: str | None) -> str:
-    """Return the axis that splits the batch: the one that the caller gives, else `MeshSpec.batch_axis`."""
-    if given is not None and not (isinstance(given, str) and given in mesh.axes):
-        raise LayoutError(
-            f"Cannot split the batch over {given!r}: the mesh {mesh} has no such axis. Use one of its axes"
-        )
-    return mesh.batch_axis if given is None else given
+def batch_axes_of(mesh: MeshSpec, given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the axes that split the batch: those that the caller gives, else `MeshSpec.batch_axes`."""
+    axes = (given,) if given is None or isinstance(given, str) else tuple(given)
+    for axis in axes if given is not None else ():
+        if not (isinstance(axis, str) and axis in mesh.axes):
+            raise LayoutError(
+                f"Cannot split the batch over {axis!r}: the mesh {mesh} has no such axis. Use one of its axes"
+            )
+    return mesh.batch_axes if given is None else tuple(axis for axis in mesh.axes if axis in axes)
+
+
+def checked_remat(remat: Any) -> Remat:
+    """Return what blocks are to recompute; raise if it is none of `REMATS` and no mapping to them."""
+    given = list(remat.values()) if isinstance(remat, Mapping) else [remat]
+    allowed = REMATS[1:] if isinstance(remat, Mapping) else REMATS
+    for mode in given:
+        if mode not in allowed:
+            raise UsageError(f"Cannot plan with remat={mode!r:.60}: expected {', '.join(allowed)}")
+    return cast("Remat", remat)
 
 
 def check_positive(**numbers: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from shardload.errors import LayoutError
 from shardload.keras_bridge.calls import arguments_of_call
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.recomputation import block_kinds
 from shardload.layout_search import primitives
 from shardload.layout_search.primitives import PrimitiveRule, fresh, itemsize
-from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
+from shardload.layout_search.program import Dim, Program, Value
 from shardload.layouts.model_variables import nested_layers
 from shardload.units import check_kind, check_no_iterator
 
@@ -42,10 +44,13 @@ class Traced:
     program: Program
     weights: tuple[tuple[Any, Value], ...]
     """Pairs of each Keras variable of the model and its `Value` (array) in the program."""
-    batch: tuple[int, ...]
-    """Nodes (numbers that `Value.dims` gives to dims) of the inputs' first dims, which are the batch. Dims of length 1
-    are left out."""
+    batch: Dim
+    """The first dim of the inputs, which is the batch; ``()`` if it has length 1 in all of them."""
     training: bool
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """The names of the layers that the model repeats, each with the name of its class."""
+    boundary: int = 0
+    """When the forward pass ends."""
 
 
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
@@ -120,7 +125,7 @@ def is_array(leaf: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A model's step as JAX records it (a jaxpr). It depends on no mesh: `trace` reads it for certain axis sizes."""
+    """A model's step as JAX records it (a jaxpr). It depends on no mesh, and neither does what `trace` reads in it."""
 
     variables: tuple[Any, ...]
     """The Keras variables that are the first arguments of the program, trainable ones first."""
@@ -128,6 +133,8 @@ class Recorded:
     """How many of ``variables`` are trainable: the first ones."""
     closed: ClosedJaxpr
     training: bool
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """The names of the layers that the model repeats (`block_kinds`), each with the name of its class."""
 
 
 def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, Any] | None = None) -> Recorded:
@@ -164,7 +171,8 @@ def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mappin
             f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: {type(error).__name__}: "
             f"{reason_of(error)}. {_VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else _OTHER_INPUTS}"
         ) from error
-    return Recorded((*trainable, *other), len(trainable), closed, training)
+    blocks = {layer.name: kind for kind, layers in block_kinds(model).items() for layer in layers}
+    return Recorded((*trainable, *other), len(trainable), closed, training, blocks)
 
 
 def input_summary(inputs: Any) -> str:
@@ -184,13 +192,13 @@ def reason_of(error: Exception) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", lines[0]).rstrip(".") if lines else ""
 
 
-def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
-    """Find the operations of a program, and which dims must be split alike; ``divisors`` are the sizes of mesh axes."""
-    program = Program(divisors)
+def trace(recorded: Recorded) -> Traced:
+    """Find the operations of a program, and which dims must be split alike."""
+    program = Program()
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))
     program.store(*values)
-    results = read_program(program, recorded.closed, values)
+    results = read_program(program, recorded.closed, values, frozenset(recorded.blocks))
     program.use(*results)
     if recorded.training and recorded.trainable:
         # The loss is born where the forward pass ends: what is read after that is kept for the backward pass.
@@ -198,21 +206,15 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
         for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
-        # Devices that share groups of heads gather the gradients of keys and values: each has its group's.
-        for value in values[: recorded.trainable]:
-            for heads in map(program.heads_of, value.dims):
-                if heads is not None:
-                    gather = Exchange("all-gather", heads, value.nbytes, value.dims)
-                    program.work("gradients of groups", value.dims, exchanges=[gather])
     # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
-    batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims and v.dims[0] != UNSPLIT)
-    for node in batch[1:]:
-        program.unite(batch[0], node)
+    batch: Dim = ()
+    for value in values[len(weights) :]:
+        batch = program.unite(batch, value.dims[0]) if value.dims else batch
     # The other dims come whole. XLA gathers a weight that is split along one instead of splitting the input.
     for value in values[len(weights) :]:
-        for node in value.dims[1:]:
-            program.mark_sliced(node)
-    return Traced(program, weights, batch, recorded.training)
+        for dim in value.dims[1:]:
+            program.mark_sliced(dim)
+    return Traced(program, weights, batch, recorded.training, recorded.blocks, results[0].born)
 
 
 def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> Any:
@@ -239,8 +241,13 @@ def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> A
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
-def read_program(program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
-    """Add the equations of a recorded program to ``program``, by the rules of their primitives; return the results."""
+def read_program(
+    program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value], blocks: frozenset[str] = frozenset()
+) -> list[Value]:
+    """Add the equations of a recorded program to ``program``, by the rules of their primitives; return the results.
+
+    ``blocks`` has the names of the layers whose equations are recorded one by one.
+    """
     if isinstance(jaxpr, ClosedJaxpr):
         arguments = [*(program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in jaxpr.consts), *arguments]
         jaxpr = jaxpr.jaxpr
@@ -251,14 +258,32 @@ def read_program(program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequen
             return program.value(getattr(var.aval, "shape", ()), itemsize(var.aval))
         return known[var]
 
+    outside = program.block, program.in_backward
     for eqn in jaxpr.eqns:
         operands = [value(v) for v in eqn.invars]
         # Operands are used at the moment the results are born, so both are counted as alive then.
         program.clock += 1
+        if blocks:
+            # Programs inside an equation have names of their own, if any: they belong where the equation does.
+            program.block, program.in_backward = _block_of(str(eqn.source_info.name_stack), blocks)
+        first = len(program.operations)
         results = _equation(program, eqn, operands)
         program.use(*operands)
+        program.record(operands, results, range(first, len(program.operations)))
         known.update(zip(eqn.outvars, results, strict=True))
+    program.block, program.in_backward = outside
     return [value(v) for v in jaxpr.outvars]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _block_of(names: str, blocks: frozenset[str]) -> tuple[str, bool]:
+    """Return the block to which an equation of this name stack belongs, and whether it is of the backward pass.
+
+    ``transpose(jvp(tower))/layer_3/attention`` ─► (``tower/layer_3``, True); without a block: ``""``.
+    """
+    path = [name for name in re.split(r"[/()]", names) if name not in ("", "jvp", "transpose", "vmap")]
+    at = next((i for i, name in enumerate(path) if name in blocks), None)
+    return "" if at is None else "/".join(path[: at + 1]), names.startswith("transpose(")
 
 
 def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:

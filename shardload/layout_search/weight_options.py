@@ -5,7 +5,7 @@ before use, as in fully sharded data parallelism.
 
 If a step uses an embedding for a lookup and nothing else, the batch axis may split its rows, too. Compare two layouts:
 
-    rows split over model          each position of the batch axis has all rows: the gradient of the whole embedding is
+    rows split over model          each position of a batch axis has all rows: the gradient of the whole embedding is
                                    added up over the batch axis, however few rows a batch looks up
     rows split over model, batch   the batch is moved to the rows: every device looks the whole batch up in its rows,
                                    and results are added up; backward, the gradients of the results are gathered
@@ -17,10 +17,10 @@ where rows are split like this.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardload.layout_search.problem import Assignment, Problem, WeightKind
+from shardload.layout_search.problem import NO_USE, Assignment, Problem, WeightKind
 from shardload.layout_search.program import CollectiveKind
 from shardload.sharding.layout import Layout, Spec
 
@@ -38,9 +38,9 @@ class WeightOption:
     """For each mesh axis, the dim group (dims that are split alike) that it splits while operations use the weight."""
     stored: tuple[tuple[str, int], ...]
     """(axis, dim) pairs: the axis splits this dim of the weight in storage only; the weight is gathered before use."""
-    moved: str = ""
-    """The batch axis, if it also splits the rows of an embedding: every device then looks the whole batch up in its own
-    rows. Else empty."""
+    moved: tuple[str, ...] = ()
+    """The batch axes, if they also split the rows of an embedding: every device then looks the whole batch up in its
+    own rows. Else empty."""
 
 
 def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
@@ -59,11 +59,10 @@ def weight_options(
     below `LEAST_STORED_BYTES` are split so only if ``small`` is true, or if a pin says so. Layouts that contradict a
     pin or do not divide are left out.
     """
-    for assignment in problem.assignments(weight.dim_groups):
-        use: list[tuple[str, ...]] = [()] * len(weight.shape)
-        for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
-            if dim_group is not None and problem.sizes[axis] > 1:
-                use[weight.dim_groups.index(dim_group)] += (axis,)
+    for assignment in problem.assignments(weight.all_groups):
+        use = _use(problem, weight, assignment)
+        if use is None:
+            continue
         # The ways to store a weight split over axes that do not split its use: each with the dim it splits.
         ways: list[tuple[tuple[str, int], ...]] = [()]
         for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
@@ -71,10 +70,11 @@ def weight_options(
             if is_free and (weight.pin is not None or _may_store(problem, weight, axis, storage_axes, small)):
                 dims = [d for d, n in enumerate(weight.shape) if n % problem.sizes[axis] == 0]
                 ways += [(*before, (axis, d)) for before in ways for d in dims]
-        options = [WeightOption(tuple(use), assignment, stored) for stored in ways]
+        options = [WeightOption(use, assignment, stored) for stored in ways]
         moved = moves_batch(problem, weight, assignment)
-        if moved is not None and weight.embedding is not None:
-            options.insert(0, WeightOption(tuple(use), assignment, ((moved, weight.embedding.dim),), moved))
+        if moved and weight.embedding is not None:
+            stored = tuple((axis, weight.embedding.dim) for axis in moved)
+            options.insert(0, WeightOption(use, assignment, stored, moved))
         for option in options:
             spec = list(use)
             for axis, dim in option.stored:
@@ -86,14 +86,29 @@ def weight_options(
                 yield replace(option, spec=weight.pin or tuple(spec), stored=stored)
 
 
+def _use(problem: Problem, weight: WeightKind, assignment: Assignment) -> Spec | None:
+    """Return how operations use a weight if axes split dims as in ``assignment``; ``None`` if no layout says that."""
+    use: list[tuple[str, ...]] = []
+    for dim_groups in weight.dim_groups:
+        axes: tuple[str, ...] = ()
+        for at, dim_group in enumerate(dim_groups):
+            splitting = problem.axes_of((dim_group,), assignment)
+            # Parts of a dim are ranges of its entries, so a minor factor is split after all of the major ones.
+            if splitting and not problem.is_fully_split(dim_groups[:at], assignment):
+                return None
+            axes += splitting
+        use.append(axes)
+    return tuple(use)
+
+
 def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Collection[str], small: bool) -> bool:
     if weight.nbytes < LEAST_STORED_BYTES and not small:
         return False
     if axis in storage_axes:
         return True
     # An axis for weights that cannot split the use of this one may still split its storage, instead of copies.
-    splits_weights = problem.mesh.axis_kind(axis) != "batch"
-    return splits_weights and not any((k, axis) in problem.candidates for k in weight.dim_groups)
+    splits_weights = problem.mesh.axis_kind(axis) not in NO_USE
+    return splits_weights and not any((k, axis) in problem.candidates for k in weight.all_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +131,7 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
     if option.moved:
         yield from batch_move(problem, weight, option.assignment, option.moved)
     hardware, sizes = problem.hardware, problem.sizes
-    local = weight.nbytes / problem.shard_count(weight.dim_groups, option.assignment)
+    local = weight.nbytes / problem.shard_count(weight.all_groups, option.assignment)
     local /= math.prod(sizes[axis] for axis, _ in option.stored)
     # Gathered weights are not kept for the backward pass, so they are gathered again.
     times = 2 if problem.traced.training else 1
@@ -125,48 +140,48 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
         if axes:
             size = math.prod(sizes[axis] for axis in axes)
             local *= size
-            seconds = hardware.exchange_s("all-gather", local, axis=min(axes, key=hardware.rate_of), size=size)
+            seconds = hardware.exchange_s("all-gather", local, axes=axes, size=size)
             yield WeightExchange("all-gather", axes, times, local, times * seconds)
 
 
-def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> str | None:
-    """Return the batch axis if it should split an embedding's rows, too, as that saves time; else ``None``."""
-    embedding = weight.embedding
-    if embedding is None or not (weight.trainable and problem.traced.training) or len(problem.pinned) != 1:
-        return None
-    (axis, batch), *_ = problem.pinned.items()
+def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> tuple[str, ...]:
+    """Return the batch axes if they should split an embedding's rows, too, as that saves time; else none."""
+    embedding, batch = weight.embedding, {*problem.pinned.values()}
+    axes = tuple(axis for axis in problem.mesh.axes if axis in problem.pinned and problem.sizes[axis] > 1)
+    if embedding is None or not (weight.trainable and problem.traced.training) or not axes:
+        return ()
     rows = weight.dim_groups[embedding.dim]
-    others = [k for a, k in zip(problem.mesh.axes, assignment, strict=True) if a != axis and problem.sizes[a] > 1]
+    splitting = zip(problem.mesh.axes, assignment, strict=True)
+    others = [k for a, k in splitting if a not in axes and problem.sizes[a] > 1]
     # A tied embedding is multiplied with the batch for the logits, too, and those of the whole batch would cost more.
-    read_with_batch = frozenset((rows, batch)) in problem.conflicts
-    if problem.sizes[axis] == 1 or read_with_batch or any(dim_group != rows for dim_group in others):
-        return None
-    return axis if sum(c.seconds for c in batch_move(problem, weight, assignment, axis)) < 0 else None
+    read_with_batch = any(frozenset((row, dim)) in problem.conflicts for row in rows for dim in batch)
+    if len(rows) != 1 or read_with_batch or any(dim_group != rows[0] for dim_group in others):
+        return ()
+    return axes if sum(c.seconds for c in batch_move(problem, weight, assignment, axes)) < 0 else ()
 
 
-def batch_move(problem: Problem, weight: WeightKind, assignment: Assignment, axis: str) -> Iterator[WeightExchange]:
-    """Yield the collectives that a step adds or saves if the batch axis ``axis`` also splits an embedding's rows."""
+def batch_move(
+    problem: Problem, weight: WeightKind, assignment: Assignment, batch_axes: Sequence[str]
+) -> Iterator[WeightExchange]:
+    """Yield the collectives that a step adds or saves if the batch axes also split an embedding's rows."""
     embedding = weight.embedding
     assert embedding is not None
 
-    def change(kind: CollectiveKind, axes: tuple[str, ...], nbytes: float, sign: int = 1) -> WeightExchange:
-        # Within groups of the first axis, then of a share of the result over the next.
-        seconds, share = 0.0, nbytes
-        for over in axes:
-            seconds += problem.hardware.exchange_s(kind, share, axis=over, size=problem.sizes[over])
-            share /= problem.sizes[over]
-        return WeightExchange(kind, axes, sign, sign * nbytes, sign * seconds)
+    def change(kind: CollectiveKind, axes: Sequence[str], nbytes: float, sign: int = 1) -> WeightExchange:
+        size = math.prod(problem.sizes[axis] for axis in axes)
+        seconds = problem.hardware.exchange_s(kind, nbytes, axes=axes, size=size)
+        return WeightExchange(kind, tuple(axes), sign, sign * nbytes, sign * seconds)
 
-    splitting = zip(problem.mesh.axes, assignment, strict=True)
-    own = [a for a, dim_group in splitting if dim_group is not None and problem.sizes[a] > 1]
+    own = problem.axes_of(weight.all_groups, assignment)
     # No longer needed: an all-reduce of the rows that each part of the batch looks up.
-    for other in own:
-        yield change("all-reduce", (other,), embedding.rows_bytes / problem.sizes[axis], -1)
+    if own:
+        parts = math.prod(problem.sizes[axis] for axis in batch_axes)
+        yield change("all-reduce", own, embedding.rows_bytes / parts, -1)
     # Instead, the rows of the whole batch are added up over all axes that split the embedding.
-    yield change("all-reduce", tuple(a for a in problem.mesh.axes if a in (axis, *own)), embedding.rows_bytes)
+    yield change("all-reduce", [a for a in problem.mesh.axes if a in (*batch_axes, *own)], embedding.rows_bytes)
     # Backward, every device needs the gradients and indices of the whole batch, to update its own rows.
     for nbytes in (embedding.rows_bytes, embedding.index_bytes):
-        yield change("all-gather", (axis,), nbytes)
-    # The saving: the gradient of the whole embedding is no longer added up over the batch axis.
-    gradient = embedding.nbytes / problem.shard_count(weight.dim_groups, assignment)
-    yield change("all-reduce", (axis,), gradient, -1)
+        yield change("all-gather", batch_axes, nbytes)
+    # The saving: the gradient of the whole embedding is no longer added up over the batch axes.
+    gradient = embedding.nbytes / problem.shard_count(weight.all_groups, assignment)
+    yield change("all-reduce", batch_axes, gradient, -1)

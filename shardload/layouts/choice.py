@@ -12,6 +12,7 @@ import jax
 
 from shardload.errors import MeshError
 from shardload.keras_bridge.model_records import record_of
+from shardload.keras_bridge.recomputation import Recompute
 from shardload.keras_bridge.variables import has_value, numbered, sharding_of, value_of
 from shardload.layouts.model_variables import LARGE_BYTES, all_variables, nbytes
 from shardload.sharding.devices import MeshDevices, resolve_devices
@@ -58,12 +59,14 @@ class LayoutChoice:
     """What chose the layouts: ``auto``, ``keras_hub``, ``replicated``, ``layout_map``, ``rules``, … or a file."""
     by_id: Mapping[int, VariableLayout]
     """``id(variable)`` → layout: first for ``model.variables``, then for compiled metrics and optimizer slots."""
-    batch_axis: str | None = None
-    """The mesh axis that splits the batch, if a Keras distribution names one; ``None``: the mesh's own batch axis."""
+    batch_axes: tuple[str, ...] | None = None
+    """The mesh axes that split the batch, if a plan or a Keras distribution names them; ``None``: the mesh's own."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
     """``id(variable)`` → layout that the model computes with, for variables that are stored in another layout.
 
     ``by_id`` has the stored layout, which splits such a variable over more mesh axes. Each step gathers it for use."""
+    remat: Mapping[str, Recompute] = field(default_factory=dict)
+    """For each kind of blocks that recomputes values in the backward pass (by class name), which: see `LayoutPlan`."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
     from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""
@@ -78,6 +81,11 @@ class LayoutChoice:
     def variables(self) -> tuple[VariableLayout, ...]:
         """The values of ``by_id``: one `VariableLayout` for each variable, in the order of the model's variables."""
         return tuple(self.by_id.values())
+
+    @property
+    def splits_batch(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return self.mesh.batch_axes if self.batch_axes is None else self.batch_axes
 
     @property
     def layouts(self) -> Mapping[int, Layout]:
@@ -159,8 +167,8 @@ class LayoutChoice:
             f"replicated; {self.device_bytes:,} of {plural(self.nbytes, 'byte')} on each device"
         ]
         if not weight_axes(self.mesh) and self.mode != "replicated":
-            axis = self.mesh.batch_axis
-            lines.append(f"axis {axis!r} splits the batch: this mesh has no axis to split weights over")
+            axis = " and ".join(map(repr, self.mesh.batch_axes))
+            lines.append(f"axis {axis} splits the batch: this mesh has no axis to split weights over")
         lines += [*self.idle_notes, *self.guess_notes, *self.rule_notes]
         # One line per reason: a stack of layers has the same fallback in each of them.
         for why, count in Counter(f.why for f in self.fallbacks).items():
@@ -172,8 +180,10 @@ class LayoutChoice:
 
 
 def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device that may split weights: all but the batch axis."""
-    return tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and mesh.axis_kind(axis) != "batch")
+    """Return the mesh axes of more than one device that may split weights."""
+    return tuple(
+        axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and mesh.axis_kind(axis) in ("fsdp", "model", "expert")
+    )
 
 
 # ---- the current layout of a model, which a load without `mesh` keeps ---------------------------------

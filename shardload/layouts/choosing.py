@@ -50,7 +50,7 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
             slots = {k for k, role in known.items() if isinstance(role, Follows) and role.rule == "slot"}
             unmatched = {k: v for k, v in variables.items() if k not in fixed and k not in slots}
             fixed |= _replicate(unmatched, mesh, rule="default")
-    placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), mesh.batch_axis)
+    placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), mesh.batch_axes)
     # A LayoutMap may have rules for activations; otherwise split features are gathered between blocks.
     own = distributions.activation_layouts(layout) if mode == "layout_map" else gathered_outputs(model, placed)
     return LayoutChoice(mesh, mode, {key: placed[key] for key in variables}, activations=own)
@@ -62,25 +62,27 @@ def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> Lay
     known = roles(model, variables, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, roles=known)
     placed = decide_layouts(variables, known, mesh, fixed=fixed)
-    placed = with_spread_slots(model, placed, distribution.batch_dim_name)
+    placed = with_spread_slots(model, placed, (distribution.batch_dim_name,))
     return LayoutChoice(
         mesh,
         "distribution",
         {key: placed[key] for key in variables},
-        batch_axis=distribution.batch_dim_name,
+        batch_axes=(distribution.batch_dim_name,),
         activations=distribution.get_tensor_layout,
         rule_notes=rule_sets.unmatched(distributions.layout_map_of(distribution), [v.path for v in model.variables]),
     )
 
 
-def with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis: str) -> dict[int, VariableLayout]:
+def with_spread_slots(
+    model: Any, placed: dict[int, VariableLayout], batch_axes: tuple[str, ...]
+) -> dict[int, VariableLayout]:
     """Return ``placed``, but with optimizer slots split over more axes than their weights, if that is set (ZeRO-1)."""
 
     # A spread slot has its weight's layout, with more axes.
     def layout_of(variable: Any) -> Layout | None:
         return placed[id(variable)].layout if id(variable) in placed else None
 
-    spread = slot_layouts(model, layout_of, batch_axis=batch_axis)
+    spread = slot_layouts(model, layout_of, batch_axes=batch_axes)
     return placed | {
         key: replace(placed[key], layout=layout, rule=f"{placed[key].rule}, spread")
         for key, layout in spread.items()
@@ -140,7 +142,7 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
     layout_map = make(
         DeviceMesh(mesh.sizes, mesh.axes, names),
         model_parallel_dim_name=weight_axes[0],
-        data_parallel_dim_name=next(axis for axis in (mesh.batch_axis, *mesh.axes) if axis != weight_axes[0]),
+        data_parallel_dim_name=next(axis for axis in (*mesh.batch_axes, *mesh.axes) if axis != weight_axes[0]),
     )
     return rule_sets.from_layout_map(layout_map, mesh, origin=f"{name}.get_layout_map")
 

@@ -1,6 +1,6 @@
 """Bytes of the KV cache on each device, while a model generates.
 
-Of each array, the batch axis splits the rows, if it divides them, as it splits any batch. The key-value heads are split
+Of each array, the batch axes split the rows, as far as they divide them, as they split any batch. The key-value heads are split
 as in the kernels that compute the keys, so over the model axis, if it divides them. XLA lays out the cache like this,
 as programs compiled for 2x4 show: whole arrays of (8, layers, 2, 1024, 4 heads, 8) are (4, layers, 2, 1024, 1, 8).
 """
@@ -8,7 +8,7 @@ as programs compiled for 2x4 show: whole arrays of (8, layers, 2, 1024, 4 heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +44,19 @@ class KvCache:
         """Bytes of the whole cache, as if it were on one device."""
         return sum(math.prod(one.shape) * one.itemsize for one in self.arrays)
 
-    def device_bytes(self, mesh: MeshSpec, spec_of: Callable[[Any], Spec], *, batch_axis: str) -> int:
+    def device_bytes(self, mesh: MeshSpec, spec_of: Callable[[Any], Spec], *, batch_axes: Sequence[str]) -> int:
         """Return the bytes on each device of a mesh; ``spec_of`` returns the layout of a variable of the model."""
         # Arrays of several layers may be one: they are split as the heads of all layers are.
         split = [set(spec_of(variable)[heads]) for variable, heads in self.keys]
-        axes = set.intersection(*split) - {batch_axis} if split else set()
+        axes = set.intersection(*split) - {*batch_axes} if split else set()
         parts = math.prod(map(mesh.axis_size, axes))
-        return sum(_shard_bytes(one, rows=mesh.axis_size(batch_axis), heads=parts) for one in self.arrays)
+        return sum(
+            _shard_bytes(one, rows=math.prod(map(mesh.axis_size, batch_axes)), heads=parts) for one in self.arrays
+        )
 
     def bytes_under(self, choice: LayoutChoice) -> int:
         """Return the bytes on each device if a model's variables have the layouts of ``choice``."""
-        axis = choice.batch_axis or choice.mesh.batch_axis
-        return self.device_bytes(choice.mesh, lambda variable: choice.of(variable).spec, batch_axis=axis)
+        return self.device_bytes(choice.mesh, lambda variable: choice.of(variable).spec, batch_axes=choice.splits_batch)
 
 
 def _shard_bytes(array: CachedArray, *, rows: int, heads: int) -> int:

@@ -75,8 +75,8 @@ def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> Sl
     """Spread the slots of an optimizer over the mesh axes that ``chosen`` names, and report the layouts."""
     binding = None if model is None else binding_of(model)
     mesh = _mesh(optimizer, model)
-    batch_axis = None if binding is None else str(binding.distribution.batch_dim_name)
-    axes = () if mesh is None else chosen.on(mesh, batch_axis)
+    batch_axes = None if binding is None else binding.distribution.batch_axes
+    axes = () if mesh is None else chosen.on(mesh, batch_axes)
     # Raises for an unknown axis, before anything changes.
     for name in axes:
         if mesh is not None:

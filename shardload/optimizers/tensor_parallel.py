@@ -7,6 +7,7 @@ with one gradient for each weight, and XLA adds up gradients where a mesh axis s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -118,7 +119,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _check_device_count(self, layouts: Iterable[Layout | None]) -> None:
         mesh = next((layout.mesh for layout in layouts if layout is not None), None)
         # Both counts make sense to a caller: the devices that split slots, and those that split weights.
-        split = 1 if mesh is None else mesh.size // mesh.axis_size(mesh.batch_axis)
+        split = 1 if mesh is None else mesh.size // math.prod(map(mesh.axis_size, mesh.batch_axes))
         counts = {1 if mesh is None else mesh.size, split}
         if self.device_count is not None and self.device_count not in counts:
             where = "no mesh" if mesh is None else f"the mesh {mesh}"

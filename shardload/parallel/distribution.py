@@ -94,13 +94,13 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         placed = resolve_devices(mesh, axes=axes, devices=devices)
         spec, found = placed.mesh, placed.devices
         rules = distributions.activation_layouts(layout) if _is_layout_map(layout) else None
-        self._on_mesh = MeshParallel(spec, found, {}, batch_axis=spec.batch_axis, activations=rules)
+        self._on_mesh = MeshParallel(spec, found, {}, batch_axes=spec.batch_axes, activations=rules)
         device_mesh = self._on_mesh.device_mesh
         self._rules: Any = layout if _is_layout_map(layout) else keras.distribution.LayoutMap(device_mesh)
         super().__init__(
             # Empty: `get_variable_layout` applies the rules, after a variable's own layout.
             layout_map=keras.distribution.LayoutMap(device_mesh),
-            batch_dim_name=spec.batch_axis,
+            batch_dim_name=self._on_mesh.batch_dim_name,
             auto_shard_dataset=auto_shard_dataset,
         )
         self.mesh = spec
@@ -123,8 +123,18 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             yield
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Return the layout of a batch: the first dim split over the batch axis if that divides it, or replicated."""
+        """Return the layout of a batch: the first dim split over the batch axes that divide it, or replicated."""
         return self._on_mesh.get_data_layout(data_shape)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return self._on_mesh.batch_axes
+
+    @property
+    def num_model_replicas(self) -> int:
+        """Number of parts into which the batch is split."""
+        return self._on_mesh.num_model_replicas
 
     def get_variable_layout(self, variable: Variable) -> Any:
         """Return the `NamedSharding` that a variable already has, else a provisional one, until `shard` chooses."""
@@ -191,12 +201,13 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             check_output_rules(self.layout_of_models, output_paths(model, args, kwargs))
         bind(
             model,
-            mesh=self.mesh,
+            mesh=choice.mesh,
             devices=self.devices,
             layouts=choice.layouts,
-            batch_axis=choice.batch_axis,
+            batch_axes=choice.batch_axes,
             activations=choice.activations,
             uses=choice.uses,
+            remat=choice.remat,
         )
         abstraction.initialise(new)
         self._choices[model] = choice

@@ -125,9 +125,10 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
                 devices=prepared.devices.devices,
                 layouts=prepared.layouts.layouts,
                 values="keep",
-                batch_axis=prepared.layouts.batch_axis,
+                batch_axes=prepared.layouts.batch_axes,
                 activations=prepared.layouts.activations,
                 uses=prepared.layouts.uses,
+                remat=prepared.layouts.remat,
             )
         yield assigner
     except BaseException as error:

@@ -42,7 +42,7 @@ class StepSpec:
     train: str | None = None
     """Name of an optimizer of Keras, or ``rekls``, which is shardload's own; ``None`` plans inference."""
     batch: int | None = None
-    """Number of rows (samples) of the inputs on all devices together; by default 8 times the size of the batch axis."""
+    """Number of rows (samples) of the inputs on all devices together; by default 8 for each part of the batch."""
     sequence: int | None = None
     """Size of input dims that are ``None`` in the model, except the batch: for text, the number of tokens in a row."""
     compile: bool = False
@@ -151,7 +151,7 @@ class _Planning:
         if self.step.batch is not None:
             return self.step.batch
         # Input layers may fix the batch; the step is then planned with that.
-        rows = BATCH_PER_POSITION * self.mesh.axis_size(self.mesh.batch_axis)
+        rows = BATCH_PER_POSITION * math.prod(map(self.mesh.axis_size, self.mesh.batch_axes))
         fixed = rows_of(input_specs(model, batch=rows, sequence=self.step.sequence))
         return rows if not fixed or rows in fixed else min(fixed)
 

@@ -185,6 +185,7 @@ def prepare_load(
     lacking = lacking_values(model, stored_values(manifest)) if has_weights else ()
     mapping = replace(mapping, notes=(*accepted, *mapping.notes, *lacking))
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
+    devices = replace(devices, mesh=layouts.mesh)  # a plan may divide one of its axes in two
     # Layouts come after mapping, because rules look at variables, and before planning, which needs every shard.
     mapping = replace(mapping, bindings=tuple(replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings))
     owners = None

@@ -9,21 +9,25 @@ A mesh of 2 x 4 with axes ``batch`` and ``model`` has eight *positions*, counted
 
 The name of an axis says what it splits, at any place in the mesh::
 
-    batch   batch, data, dp, replica     the batch; each device along it has the same weights
-    fsdp    fsdp, zero                   weights, in the largest dim that no other axis splits
-    model   model, tp, tensor            weights, as tensor parallelism does
-    expert  expert, ep                   the experts of a mixture
+    batch     batch, data, dp, replica      the batch; each device along it has the same weights
+    fsdp      fsdp, zero                    the batch, and the storage of weights, which are gathered for use
+    sequence  sequence, seq, context, cp    the sequence of the inputs
+    model     model, tp, tensor             weights, as tensor parallelism does
+    expert    expert, ep                    the experts of a mixture
+    stage     stage, pipe, pipeline, pp     nothing: shardload has no pipeline parallelism
 
-Any other name means what its position suggests: the last axis is ``model``, the first of several is ``batch``, those
-between are ``fsdp``.
+A number may follow a name (``model_1``, ``model_2``). Any other name means what its position suggests: the last axis is
+``model``, the first of several is ``batch``, those between are ``fsdp``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,13 +35,15 @@ from typing import Any, Literal
 from shardload.errors import MeshError
 from shardload.units import check_kind
 
-_AxisKind = Literal["batch", "fsdp", "model", "expert"]
-"""What an axis splits: the batch, weights (``fsdp``: as ZeRO does; ``model``: tensor parallelism), or experts."""
+_AxisKind = Literal["batch", "fsdp", "sequence", "model", "expert", "stage"]
+"""What an axis splits: the batch (``fsdp``: and the storage of weights), the sequence, weights, experts, or nothing."""
 AXIS_NAMES: dict[_AxisKind, tuple[str, ...]] = {
     "batch": ("batch", "data", "dp", "replica"),
     "fsdp": ("fsdp", "zero"),
+    "sequence": ("sequence", "seq", "context", "cp"),
     "model": ("model", "tp", "tensor"),
     "expert": ("expert", "ep"),
+    "stage": ("stage", "pipe", "pipeline", "pp"),
 }
 _KINDS: dict[str, _AxisKind] = {name: kind for kind, names in AXIS_NAMES.items() for name in names}
 DEFAULT_AXES = ("batch", "model")
@@ -97,7 +103,7 @@ class MeshSpec:
 
     def axis_kind(self, axis: str) -> _AxisKind:
         """Return what an axis splits: its name says so, or if the name is unknown, its position in the mesh."""
-        if (known := _KINDS.get(axis.lower())) is not None:
+        if (known := _known_kind(axis)) is not None:
             return known
         # Test for the last axis first, so that the only axis of a mesh is `model`.
         if axis == self.axes[-1]:
@@ -111,13 +117,53 @@ class MeshSpec:
     @property
     def guessed_axes(self) -> tuple[str, ...]:
         """Axes of unknown name, whose kind is guessed from their place in the mesh; those of size 1 are left out."""
-        return tuple(axis for axis in self.axes if axis.lower() not in _KINDS and self.axis_size(axis) > 1)
+        return tuple(axis for axis in self.axes if _known_kind(axis) is None and self.axis_size(axis) > 1)
 
     @property
-    def batch_axis(self) -> str:
-        """The axis that splits the batch: the first ``batch`` axis, else the first ``fsdp`` axis, else the first."""
-        # Without a batch axis, `fsdp` splits the batch, as in ZeRO: its devices share weights, not examples.
-        return (*self.axes_of("batch"), *self.axes_of("fsdp"), *self.axes)[0]
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch: those of the kinds ``batch`` and ``fsdp``; none in a mesh without them."""
+        return tuple(axis for axis in self.axes if self.axis_kind(axis) in ("batch", "fsdp"))
+
+    def splitting(self, length: int, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return those of ``axes`` that split a dim of this length evenly, in order: one that does not is left out."""
+        found: tuple[str, ...] = ()
+        for axis in axes:
+            if length % (size := self.axis_size(axis)) == 0:
+                found, length = (*found, axis), length // size
+        return found
+
+    def divided(self, axis: str, major: int) -> MeshSpec:
+        """Return the mesh with one axis divided in two: ``model=64`` by ``major=8`` into ``model_1=8,model_2=8``.
+
+        The devices keep their positions. A dim that is split over both parts is split as over the whole axis.
+        """
+        at, size = self.axes.index(axis), self.axis_size(axis)
+        parts, sizes = (f"{axis}_1", f"{axis}_2"), (major, size // major)
+        return MeshSpec(
+            (*self.axes[:at], *parts, *self.axes[at + 1 :]), (*self.sizes[:at], *sizes, *self.sizes[at + 1 :])
+        )
+
+    def parts_in(self, other: MeshSpec) -> dict[str, tuple[str, ...]] | None:
+        """Return which axes of ``other`` each axis of this mesh is divided into; ``None`` if it is another mesh.
+
+        An axis that ``other`` has too is its own only part.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            parts = (axis,) if axis in other.axes else (f"{axis}_1", f"{axis}_2")
+            if not {*parts} <= {*other.axes} or math.prod(map(other.axis_size, parts)) != size:
+                return None
+            found[axis] = parts
+        return found if tuple(itertools.chain(*found.values())) == other.axes else None
+
+    def check_no_stages(self) -> None:
+        """Raise if the mesh has an axis for the stages of a pipeline: nothing would be split over it."""
+        for axis in self.axes_of("stage"):
+            if self.axis_size(axis) > 1:
+                raise MeshError(
+                    f"Cannot choose layouts on {self}: axis {axis!r} is for the stages of a pipeline, and shardload "
+                    "has no pipeline parallelism. Give its devices to another axis: data, fsdp or model"
+                )
 
     def coordinates(self, position: int) -> dict[str, int]:
         """Return axis → index along it of the ``position``-th device, in row-major order: 5 of 2 x 4 is (1, 1)."""
@@ -128,6 +174,10 @@ class MeshSpec:
 
     def __str__(self) -> str:
         return ",".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True))
+
+
+def _known_kind(axis: str) -> _AxisKind | None:
+    return _KINDS.get(re.sub(r"(_\d+)+$", "", axis.lower()))
 
 
 def planned_mesh(layout: Any) -> MeshSpec | None:

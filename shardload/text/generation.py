@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -236,7 +237,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP
     length = min(length, limit) if limit is not None else length
     binding = binding_of(model)
-    parts = 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)
+    parts = 1 if binding is None else math.prod(map(binding.mesh.axis_size, binding.mesh.batch_axes))
     rows = -(-len(prompts) // parts) * parts
     tokens = np.zeros((rows, length), np.int32)
     mask = np.zeros((rows, length), np.bool_)

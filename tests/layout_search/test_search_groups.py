@@ -1,30 +1,33 @@
 """Which dims of a program must be split alike, and what a split makes devices exchange: one program per rule."""
 
+import math
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from shardload.layout_search.program import UNSPLIT, Program
+from shardload.layout_search.program import Program
 from shardload.layout_search.tracing import arguments_of, read_program
 
 F32 = jnp.float32
 
 
-def traced(function, *shapes, divisors=(2, 4), dtypes=None):
-    """Read a function; return the program, and a letter for the group of each dim of arguments and results."""
+def traced(function, *shapes, dtypes=None):
+    """Read a function; return the program, and the factors of each dim of arguments and results, a letter for each."""
     dtypes = dtypes or [F32] * len(shapes)
     closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)])
-    program = Program(divisors)
+    program = Program()
     arguments = arguments_of(program, closed)
     results = read_program(program, closed, arguments)
     letters: dict[int, str] = {}
 
     def name(value):
-        groups = [program.group(n) for n in value.dims]
-        return "".join("." if g == UNSPLIT else letters.setdefault(g, chr(97 + len(letters))) for g in groups)
+        dims = ["".join(letters.setdefault(f, chr(97 + len(letters))) for f in program.factors(d)) for d in value.dims]
+        return [dim or "." for dim in dims]
 
-    return program, [*map(name, arguments), *map(name, results)]
+    names = [*map(name, arguments), *map(name, results)]
+    # Without lists where every dim has one factor: "ab".
+    return program, ["".join(dims) if all(len(dim) == 1 for dim in dims) else dims for dims in names]
 
 
 def exchanged(program):
@@ -32,7 +35,7 @@ def exchanged(program):
 
 
 def sliced(program):
-    return sorted(program.length(n) for n in {program.group(n) for n in program.sliced})
+    return sorted(map(program.length, {*program.factors(tuple(program.sliced))}))
 
 
 def test_a_product_unites_contracted_dims_and_adds_up_where_they_are_split():
@@ -52,29 +55,40 @@ def test_a_transposed_batched_product_keeps_its_batch_dims():
     assert names == ["abcd", "aecd", "acbe"]
 
 
-def test_merged_and_divided_dims_carry_the_outermost():
+def test_merged_and_divided_dims_keep_their_factors():
     _, names = traced(lambda x: x.reshape(8, 4, 6), (8, 24))
-    assert names == ["ab", "abc"]
+    assert names == [["a", "bc"], "abc"]
     _, names = traced(lambda x: x.reshape(8, 24), (8, 4, 6))
-    assert names == ["abc", "ab"]
+    assert names == ["abc", ["a", "bc"]]
+    _, names = traced(lambda x: x.reshape(2, 4, 8).reshape(64), (64,))
+    assert names == [["abc"], ["abc"]]
+    _, names = traced(lambda x: x.reshape(4, 12).reshape(48).reshape(8, 6), (48,))
+    assert names == [["abc"], ["ab", "c"]]
 
 
-def test_the_length_of_a_group_is_what_every_dim_of_it_can_be_split_into():
+def test_the_lengths_of_factors_are_what_their_dims_can_be_split_into():
     program, _ = traced(lambda x: x.reshape(8, 4, 6), (8, 24))
-    assert sorted(program.length(op) for op in {program.group(n) for t in program.tensors for n in t}) == [4, 6, 8]
+    factors = {f for dims in program.tensors for dim in dims for f in program.factors(dim)}
+    assert sorted(map(program.length, factors)) == [4, 6, 8]
 
 
-def test_more_query_heads_than_groups_are_split_together_where_groups_do_not_divide():
+def test_dims_whose_factors_do_not_divide_each_other_are_not_split():
+    program, (x, y, out) = traced(lambda x, y: x.reshape(12) + y.reshape(12), (3, 4), (4, 3))
+    assert not set(x) & set(y) and out != y
+    assert sliced(program) == [3, 3, 4, 4]
+
+
+def test_query_heads_and_groups_of_heads_share_a_factor():
     def attention(q, k):
         grouped = q.reshape(2, 6, 4, 2, 8)  # 8 heads: 4 groups of 2
         scores = jnp.einsum("bqgnd,bkgd->bgnqk", grouped, k)
         return jnp.einsum("bgnqk,bkgd->bqgnd", scores, k).reshape(2, 6, 8, 8)
 
-    program, (q, k, out) = traced(attention, (2, 6, 8, 8), (2, 6, 4, 8), divisors=(8,))
-    assert q[2] == out[2] != k[2]  # over 8 devices
-    assert program.length(next(n for n in program.tensors if len(n) == 4)[2]) == 8
-    _, (q, k, out) = traced(attention, (2, 6, 8, 8), (2, 6, 4, 8), divisors=(4,))
-    assert q[2] == out[2] == k[2]  # over 4 devices, heads and groups are split alike
+    _, (q, k, out) = traced(attention, (2, 6, 8, 8), (2, 6, 4, 8))
+    assert q[2] == out[2] and len(q[2]) == 2
+    assert k[2] == q[2][0]
+    _, (q, k, _) = traced(lambda q, k: q * jnp.repeat(k, 2, axis=1), (6, 8), (6, 4))
+    assert q[1][0] == k[1] and len(q[1]) == 2
 
 
 def test_a_reshape_that_swaps_lengths_unites_no_dims():
@@ -84,10 +98,13 @@ def test_a_reshape_that_swaps_lengths_unites_no_dims():
     assert exchanged(program) == [("all-gather", 128 * 16 * 4)] * 2
 
 
-def test_a_dim_that_a_reshape_slices_inside_is_gathered_first():
+def test_a_dim_that_is_merged_is_gathered_unless_the_one_before_it_is_fully_split():
     program, names = traced(lambda x: x.reshape(24), (4, 6))
-    assert names == ["ab", "a"]
-    assert exchanged(program) == [("all-gather", 24 * 4)]
+    assert names == ["ab", ["ab"]]
+    [(exchange,)] = [op.exchanges for op in program.operations]
+    assert (exchange.kind, exchange.nbytes) == ("all-gather", 24 * 4)
+    assert [program.length(f) for f in exchange.split] == [6]
+    assert [program.length(f) for f in exchange.unless] == [4]
 
 
 def test_reductions_add_up_over_the_dims_that_they_drop():
@@ -108,22 +125,11 @@ def test_slices_and_concatenations_need_their_dim_whole_and_it_is_not_split():
 
 
 def test_devices_that_share_a_group_of_heads_add_up_the_gradients_of_its_keys():
-    program, _ = traced(lambda x: jnp.sum(x.reshape(2, 4, 16), axis=1), (8, 16), divisors=(1, 4))
-    assert exchanged(program) == [("all-reduce", 16 * 4)]  # half of the result: two devices share one of two groups
-    program, _ = traced(lambda x: jnp.sum(x.reshape(4, 2, 16), axis=1), (8, 16), divisors=(1, 4))
-    assert exchanged(program) == [("all-reduce", 4 * 16 * 4)]  # one device has each group: its heads are not split
-
-
-def test_heads_and_their_width_carry_groups_of_heads_and_back():
-    _, names = traced(lambda x: x.reshape(2, 4, 8).reshape(64), (64,), divisors=(1, 4))
-    assert names == ["a", "a"]
-    # Neither 6 heads nor their width divide alone.
-    program, _ = traced(lambda x: x.reshape(6, 8), (48,), divisors=(1, 4))
-    assert sliced(program) == [48]
-    program, _ = traced(lambda x: x.reshape(3, 16), (48,), divisors=(1, 4))
-    assert sliced(program) == [48]
-    program, _ = traced(lambda x: x.reshape(4, 12), (48,), divisors=(1, 4))
-    assert sliced(program) == []
+    program, names = traced(lambda x: jnp.sum(x.reshape(2, 4, 16), axis=1), (8, 16))
+    assert names == [["ab", "c"], "ac"]
+    [exchange] = [e for op in program.operations for e in op.exchanges]
+    assert (exchange.kind, exchange.nbytes) == ("all-reduce", 2 * 16 * 4)
+    assert [program.length(f) for f in exchange.split] == [4]  # the heads of a group
 
 
 def test_a_lookup_adds_up_over_the_vocabulary_and_carries_the_features():
@@ -196,12 +202,9 @@ def test_an_unknown_primitive_constrains_nothing_and_is_counted():
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (24,), (2, 12), (24, 1), (3, 8)])
-def test_a_reshape_there_and_back_never_splits_a_dim_that_does_not_divide(shape):
-    def there_and_back(x):
-        return x.reshape(shape).reshape(4, 6)
-
-    program, (x, out) = traced(there_and_back, (4, 6), divisors=(2, 3))
-    for dims in program.tensors:
-        for node in dims:
-            assert node == UNSPLIT or np.gcd(program.length(node), 24) == program.length(node)
+def test_the_factors_of_a_dim_multiply_to_its_length(shape):
+    program, (x, out) = traced(lambda x: x.reshape(shape).reshape(4, 6), (4, 6))
+    for value in program.values:
+        for length, dim in zip(value.shape, value.dims, strict=True):
+            assert math.prod(map(program.length, program.factors(dim))) == length
     assert len(x) == len(out) == 2

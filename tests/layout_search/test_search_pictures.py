@@ -27,7 +27,7 @@ def plan():
     blocks = [variable(f"block_{i}/up/kernel", (512, 2048), ((), ("model",))) for i in range(3)]
     table = variable("table/embeddings", (4096, 512), (("model", "batch"), ()), stored=("batch",))
     return LayoutPlan(
-        model="lm <small>", mesh=MeshSpec(("batch", "model"), (2, 4)), batch_axis="batch", training=True,
+        model="lm <small>", mesh=MeshSpec(("batch", "model"), (2, 4)), batch_axes=("batch",), training=True,
         inputs="int32[8, 16]", variables=(table, *blocks), device=DeviceBytes(2 * MIB, 2 * MIB, 4 * MIB, 4 * MIB),
         device_memory_bytes=16 * MIB, step_s=0.001, exchanges=(), decisions=(), constants={"flops_per_s": 1e14},
     )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from layout_models import LAYOUT_MODELS, with_a_rule
 
 import shardload
-from shardload.errors import DoesNotFitError, LayoutError, UsageError, WriteError
+from shardload.errors import DoesNotFitError, LayoutError, MeshError, UsageError, WriteError
 from shardload.layout_search import linear_program
 from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
@@ -135,12 +135,24 @@ def test_where_nothing_else_fits_small_weights_are_stored_split_too():
     assert 288_000 < error.value.least_bytes < 300_000
 
 
-@pytest.mark.parametrize(("mesh", "heads", "groups"), [("1x4", True, True), ("1x8", True, False), ("1x2", True, True)])
-def test_grouped_heads_are_split_together_where_groups_do_not_divide(mesh, heads, groups):
-    found = layouts(search(gemma(), mesh, batch=16, sequence=256))
-    assert (found["decoder_block_0/attention/query/kernel"] == "(model, -, -)") is heads
-    assert (found["decoder_block_0/attention/key/kernel"] == "(model, -, -)") is groups
-    assert found["decoder_block_0/attention/attention_output/kernel"] == "(model, -, -)"
+@pytest.mark.parametrize(
+    ("mesh", "heads", "groups"),
+    [("1x4", "model", "model"), ("1x8", "model_1+model_2", "model_1"), ("1x2", "model", "model")],
+)
+def test_an_axis_is_divided_in_two_where_groups_of_heads_do_not_divide(mesh, heads, groups):
+    plan = search(gemma(), mesh, batch=16, sequence=256)
+    found = layouts(plan)
+    assert found["decoder_block_0/attention/query/kernel"] == f"({heads}, -, -)"
+    assert found["decoder_block_0/attention/key/kernel"] == f"({groups}, -, -)"
+    assert found["decoder_block_0/attention/attention_output/kernel"] == f"({heads}, -, -)"
+    assert found["decoder_block_0/ffw_gating/kernel"] == f"(-, {heads})"
+    assert plan.mesh.size == MeshSpec.parse(mesh).size
+
+
+def test_an_axis_stays_whole_where_no_weight_is_split_over_a_part_of_it():
+    layers = [keras.layers.Dense(n) for n in (36, 256, 256)]  # 36 units ask for 4 x 2 of 8 devices
+    model = keras.Sequential([keras.Input((256,)), *layers])
+    assert search(model, "1x8", batch=8, pins={".*/kernel": (None, None)}).mesh == MeshSpec.parse("1x8")
 
 
 def test_blocks_that_repeat_are_decided_once():
@@ -203,10 +215,23 @@ def test_pins_of_another_form_are_refused(chained):
             search(model, MESH, batch=32, pins=pins)
 
 
-@pytest.mark.parametrize(("mesh", "noted"), [("model=4", True), ("batch=4", False), ("fsdp=4", False), ("1x4", False)])
-def test_an_axis_of_weights_that_splits_the_batch_is_noted(mesh, noted):
-    notes = search(chain("up", "down"), mesh, batch=8).notes
-    assert any("write batch=1,model=4 to split weights" in note for note in notes) is noted
+@pytest.mark.parametrize(
+    ("mesh", "axes", "parts"),
+    [
+        ("data=2,fsdp=2,model=2", ("data", "fsdp"), 4),
+        ("fsdp=4", ("fsdp",), 4),
+        ("model=4", (), 1),
+        ("expert=4", (), 1),
+    ],
+)
+def test_the_names_of_axes_say_which_of_them_split_the_batch(mesh, axes, parts):
+    plan = search(chain("up", "down"), mesh, batch=32, optimizer="adamw")
+    assert plan.batch_axes == axes
+    # Gradients are added up over all axes of the batch at once.
+    summed = [e for e in plan.exchanges if e.kind == "all-reduce" and e.axis == "+".join(axes)]
+    assert bool(summed) is bool(axes)
+    with pytest.raises(MeshError, match="axis 'pipe' is for the stages of a pipeline"):
+        search(chain("up", "down"), "pipe=2,model=2")
 
 
 def test_a_sequential_model_says_its_inputs():

@@ -42,7 +42,7 @@ def program_of(name):
         except Exception as error:
             errors.append(f"{dtype}{list(shape)}: {type(error).__name__}: {str(error)[:200]}")
         else:
-            return trace(recorded, divisors=(2, 4)).program
+            return trace(recorded).program
     raise AssertionError("\n".join(errors))
 
 
@@ -62,7 +62,7 @@ def test_every_primitive_of_a_family_has_a_rule(family):
     with shardload.abstract():
         model = FAMILIES[family]()
     recorded = record_program(model, input_specs(model, batch=8, sequence=16), training=True)
-    assert set(trace(recorded, divisors=(2, 4)).program.unknown) == GATHERED.get(family, set())
+    assert set(trace(recorded).program.unknown) == GATHERED.get(family, set())
 
 
 def test_a_plan_says_which_primitives_have_no_rule_where_it_is_printed():

@@ -75,20 +75,23 @@ def test_text_form_parses_back():
         ("fsdp=8,tp=1", ["fsdp", "model"], "fsdp", ()),
         ("tp=4,fsdp=2", ["model", "fsdp"], "fsdp", ()),
         ("model=4,data=2", ["model", "batch"], "data", ()),
-        ("data=2,fsdp=2,model=2", ["batch", "fsdp", "model"], "data", ()),
-        ("replica=2,zero=2,expert=2,tensor=1", ["batch", "fsdp", "expert", "model"], "replica", ()),
+        ("data=2,fsdp=2,model=2", ["batch", "fsdp", "model"], "data fsdp", ()),
+        ("replica=2,zero=2,expert=2,tensor=1", ["batch", "fsdp", "expert", "model"], "replica zero", ()),
         ("DP=2,TP=4", ["batch", "model"], "DP", ()),
         ("data=8", ["batch"], "data", ()),
-        ("x=8", ["model"], "x", ("x",)),
-        ("x=2,y=2,z=2", ["batch", "fsdp", "model"], "x", ("x", "y", "z")),
+        ("data=2,context=2,model_1=2,model_2=2", ["batch", "sequence", "model", "model"], "data", ()),
+        ("ep=8", ["expert"], "", ()),
+        ("stage=2,dp=4", ["stage", "batch"], "dp", ()),
+        ("x=8", ["model"], "", ("x",)),
+        ("x=2,y=2,z=2", ["batch", "fsdp", "model"], "x y", ("x", "y", "z")),
         ("x=1,tp=8", ["batch", "model"], "x", ()),
-        ("tp=4,x=2", ["model", "model"], "tp", ("x",)),
+        ("tp=4,x=2", ["model", "model"], "", ("x",)),
     ],
 )
 def test_the_name_of_an_axis_says_what_it_splits_else_its_position(mesh, kinds, batch, guessed):
     spec = MeshSpec.parse(mesh)
     assert [spec.axis_kind(axis) for axis in spec.axes] == kinds
-    assert (spec.batch_axis, spec.guessed_axes) == (batch, guessed)
+    assert (" ".join(spec.batch_axes), spec.guessed_axes) == (batch, guessed)
 
 
 # ---- the mesh of a saved plan --------------------------------------------------------------------
