@@ -128,8 +128,9 @@ def _recomputing(
         outputs, output_masks, updates, losses = jax.checkpoint(run, policy=policy)(values, arrays, masks)
         for variable, value in zip(changed, updates, strict=True):
             scope.add_update((variable, value))
+        # Through the layer, which knows its losses by their `id`.
         for loss in losses:
-            scope.add_loss(loss)
+            layer.add_loss(loss)
         # Masks are attributes of arrays, which those inside the trace do not pass on.
         for output, mask in zip(
             jax.tree.leaves(outputs), jax.tree.leaves(output_masks, is_leaf=lambda x: x is None), strict=True

@@ -40,6 +40,9 @@ from shardload.units import check_no_iterator, format_bytes, plural
 
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options of XLA for CPU. Machine code is not optimised, as it never runs; memory and collectives stay the same."""
+_KEEP_RECOMPUTATION = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""XLA for CPU removes the barriers of `jax.checkpoint`, and then keeps what was to be recomputed. Without this pass, a
+step recomputes, as on accelerators."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
 
@@ -272,7 +275,8 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
         keep_unused=True,
     )
     lowered = step.lower(state, batch)
-    compiled = lowered.compile(compiler_options=_CPU_OPTIONS if platform == "cpu" else None)
+    options = _CPU_OPTIONS | (_KEEP_RECOMPUTATION if choice.remat else {})
+    compiled = lowered.compile(compiler_options=options if platform == "cpu" else None)
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
         lowered.out_info,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardload.layout_search.program import Dim, Exchange, Lookup, Program, Value
+from shardload.layout_search.program import Exchange, Factors, Lookup, Program, Value
 
 PrimitiveRule = Callable[[Program, Any, Sequence[Value]], list[Value]]
 """How one JAX primitive maps dims: a function of the program, an equation, and the operands' `Value`s, that adds the
@@ -43,7 +43,7 @@ def itemsize(aval: Any) -> int:
     return int(getattr(aval.dtype, "itemsize", 8))
 
 
-def fresh(program: Program, var: Any, dims: Sequence[Dim | None] | None = None, **view: Any) -> Value:
+def fresh(program: Program, var: Any, dims: Sequence[Factors | None] | None = None, **view: Any) -> Value:
     """Add an array of the shape and dtype of ``var`` to a program; ``dims`` and ``view`` are as in `Program.value`."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
@@ -59,7 +59,7 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
             same = [operands[i]]  # optimization_barrier and its like: one result per operand
         else:
             same = [v for v in operands if len(v.shape) == len(shape)]
-        dims: list[Dim | None] = [None] * len(shape)
+        dims: list[Factors | None] = [None] * len(shape)
         for value in same:
             for d, n in enumerate(value.dims):
                 if n and shape[d] == value.shape[d]:
@@ -87,7 +87,7 @@ def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Sharding rule of ``broadcast_in_dim``: dims of equal length stay split; others may be split in any way."""
     value, shape = operands[0], eqn.params["shape"]
-    dims: list[Dim | None] = [None] * len(shape)
+    dims: list[Factors | None] = [None] * len(shape)
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
         if value.shape[d] == shape[at]:
             dims[at] = value.dims[d]
@@ -120,7 +120,7 @@ def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Sharding rule of ``reshape``: dims that are merged or divided keep their factors, and stay split."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
-    dims: list[Dim | None] = [None] * len(new)
+    dims: list[Factors | None] = [None] * len(new)
     for old_block, new_block in _blocks(value.shape, new):
         # Dims of length 1 come and go without moving anything.
         olds = [d for d in old_block if value.shape[d] != 1]
@@ -145,7 +145,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     return [fresh(program, eqn.outvars[0], dims, view_of=value)]
 
 
-def _divided(program: Program, dim: Dim, lengths: Sequence[int]) -> list[Dim]:
+def _divided(program: Program, dim: Factors, lengths: Sequence[int]) -> list[Factors]:
     """Return the dims of certain ``lengths`` into which a reshape divides a dim, the major one first.
 
     In grouped-query attention, 8 query heads become 4 groups of 2 heads: their dim then has two factors, 4 and 2. Over
@@ -270,7 +270,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     axis, first = eqn.params["axis"], operands[0]
     for other in operands[1:]:
         program.unite_dims(first, other)
-    dims: list[Dim | None] = list(first.dims)
+    dims: list[Factors | None] = list(first.dims)
     dims.insert(axis, None)
     return [fresh(program, eqn.outvars[0], dims)]
 
@@ -339,7 +339,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     numbers, (image, kernel) = eqn.params["dimension_numbers"], operands[:2]
     space, (_, in_channels, *window) = numbers.lhs_spec[2:], numbers.rhs_spec
     shape = tuple(eqn.outvars[0].aval.shape)
-    dims: list[Dim | None] = [None] * len(shape)
+    dims: list[Factors | None] = [None] * len(shape)
     for at, node in zip(numbers.out_spec[:2], _channels(program, eqn, image, kernel), strict=True):
         dims[at] = node
     for d, in_kernel in zip(space, window, strict=True):
@@ -359,7 +359,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     return [made]
 
 
-def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[Dim | None, Dim | None]:
+def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[Factors | None, Factors | None]:
     """Return a convolution's batch dim and channel dim; ``None`` stands for a new dim.
 
     A grouped convolution divides the channels into feature groups, and convolves each group by itself. In a depthwise
@@ -391,7 +391,7 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     embedding, indices = operands[:2]
     shape = eqn.outvars[0].aval.shape
-    dims: list[Dim | None] = [None] * len(shape)
+    dims: list[Factors | None] = [None] * len(shape)
     batching = tuple(numbers.operand_batching_dims)
     window = [d for d in range(len(embedding.shape)) if d not in (*numbers.collapsed_slice_dims, *batching)]
     looked_up = [d for d in numbers.collapsed_slice_dims if d not in batching]

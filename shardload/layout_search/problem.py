@@ -23,7 +23,7 @@ from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.layout_search.lifetimes import Lifetimes, lifetimes
 from shardload.layout_search.optimizer_memory import OptimizerMemory, Slot
-from shardload.layout_search.program import CollectiveKind, Dim, Exchange, Operation, Program
+from shardload.layout_search.program import CollectiveKind, Exchange, Factors, Operation, Program
 from shardload.layout_search.tracing import Traced
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -142,7 +142,7 @@ class WeightKind:
 
     shape: tuple[int, ...]
     nbytes: int
-    dim_groups: tuple[Dim, ...]
+    dim_groups: tuple[Factors, ...]
     """For each dim of the variables, the numbers of its dim groups (dims split alike): one for each factor of the dim,
     the major one first. Usually a dim has one."""
     trainable: bool
@@ -156,7 +156,7 @@ class WeightKind:
     """Sizes of the lookup, if the variable is an embedding that a step looks rows up in exactly once, or ``None``."""
 
     @property
-    def all_groups(self) -> Dim:
+    def all_groups(self) -> Factors:
         """The dim groups (dims split alike) of all dims, each once and in order of their numbers."""
         return tuple(sorted({*itertools.chain(*self.dim_groups)}))
 
@@ -184,7 +184,7 @@ class WorkKind:
     count: int = 0
 
     @property
-    def all_groups(self) -> Dim:
+    def all_groups(self) -> Factors:
         """The dim groups (dims split alike) on which the cost of the operations depends."""
         of_exchanges = (dim for e in self.exchanges for dim in (e.split, e.dims, e.unless))
         return tuple(sorted({*self.dim_groups, *itertools.chain(*of_exchanges)}))
@@ -200,7 +200,7 @@ class Buffers:
     last: NDArray[np.int64]
     kind: NDArray[np.int64]
     """For each buffer, the index of its dim groups in ``dim_groups``."""
-    dim_groups: tuple[Dim, ...]
+    dim_groups: tuple[Factors, ...]
 
     def live(self, moments: int, shards: Sequence[int]) -> NDArray[np.float64]:
         """Return the bytes on a device at each moment; ``shards`` has a number for each of ``dim_groups``."""
@@ -210,7 +210,7 @@ class Buffers:
         np.add.at(change, self.last + 1, -local)
         return np.cumsum(change)
 
-    def at(self, moment: int) -> dict[Dim, float]:
+    def at(self, moment: int) -> dict[Factors, float]:
         """Return, for each of the dim groups, the bytes over all devices that are needed at a moment."""
         alive = (self.first <= moment) & (moment <= self.last)
         found = np.bincount(self.kind[alive], self.nbytes[alive], len(self.dim_groups))
@@ -260,7 +260,7 @@ class Problem:
                 choices.append([None, *(k for k in dict.fromkeys(dim_groups) if (k, axis) in allowed)])
         yield from itertools.product(*choices)
 
-    def groups_of(self, dims: Dim) -> Dim:
+    def groups_of(self, dims: Factors) -> Factors:
         """Return the dim groups (dims split alike) of some factors, in their order; of factors without one, none."""
         found = (self.dim_group_of.get(factor) for factor in self.traced.program.factors(dims))
         return tuple(k for k in found if k is not None)
@@ -359,7 +359,7 @@ def _buffers(problem: Problem, relevant: set[int]) -> Buffers | None:
     spans = [(v, span) for v in values for span in problem.lifetimes.of(v)]
     if not spans:
         return None
-    numbers: dict[Dim, int] = {}
+    numbers: dict[Factors, int] = {}
     kinds = [
         numbers.setdefault(tuple(sorted({*problem.groups_of(v.factors)} & relevant)), len(numbers)) for v, _ in spans
     ]
@@ -387,7 +387,7 @@ def divided_mesh(traced: Traced, mesh: MeshSpec, *, batch_axes: Sequence[str]) -
     return mesh
 
 
-def _batch_split(problem: Problem, batch: Dim, axes: Sequence[str]) -> dict[str, int]:
+def _batch_split(problem: Problem, batch: Factors, axes: Sequence[str]) -> dict[str, int]:
     """Return which dim group each axis splits if ``axes`` split the batch: a minor factor after all of the major."""
     left = [[k, problem.length[k]] for k in batch]
     found = {}
@@ -445,7 +445,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
     return {f: next(following) if k in clash else k for f, k in dim_groups.items()}
 
 
-def _signature(program: Program, op: Operation) -> tuple[Dim, tuple[Any, ...]]:
+def _signature(program: Program, op: Operation) -> tuple[Factors, tuple[Any, ...]]:
     """Return the factors of an operation's dims, and a tuple of all else, which is equal for equal work."""
     dims = [*program.factors(op.dims)]
     exchanges = []
@@ -485,7 +485,7 @@ def _work(problem: Problem, relevant: set[int]) -> tuple[tuple[WorkKind, ...], f
     Operations of equal cost are merged, with their count.
     """
 
-    def groups(dims: Dim) -> Dim:
+    def groups(dims: Factors) -> Factors:
         return tuple(sorted({*problem.groups_of(dims)} & relevant))
 
     merged: Counter[WorkKind] = Counter()

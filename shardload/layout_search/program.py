@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-Dim = tuple[int, ...]
-"""A dim of an array: the numbers of its factors, the major one first. ``()`` is a dim that is never split, such as each
+Factors = tuple[int, ...]
+"""The numbers of the factors of a dim, the major one first. ``()`` stands for a dim that is never split, such as each
 dim of length 1."""
 CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
@@ -37,7 +37,7 @@ class Value:
 
     shape: tuple[int, ...]
     itemsize: int
-    dims: tuple[Dim, ...]
+    dims: tuple[Factors, ...]
     """For each dim, the numbers of its factors, as they were when the array was made: see `Program.factors`."""
     view_of: Value | None = None
     """The value that this one is a reshape or transpose of, and whose buffer it shares; ``None`` if it is no view."""
@@ -64,7 +64,7 @@ class Value:
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def factors(self) -> Dim:
+    def factors(self) -> Factors:
         """The factors of all dims, in order."""
         return tuple(itertools.chain(*self.dims))
 
@@ -85,14 +85,14 @@ class Exchange:
     """A collective that an operation needs if mesh axes split a dim: one collective over all of these axes."""
 
     kind: CollectiveKind
-    split: Dim
+    split: Factors
     """The dim whose split makes the collective necessary."""
     nbytes: int
     """Bytes of the collective's result on one device, if no other mesh axis splits the result. If another axis splits
     one of ``dims``, each device has only a part of these bytes. For a collective-permute: bytes over all devices."""
-    dims: Dim
+    dims: Factors
     """The factors of the result, which other mesh axes may split."""
-    unless: Dim = ()
+    unless: Factors = ()
     """Factors, each of which must be split into single entries for the collective to be unnecessary. A dim that is
     merged from two can be split along the second only if it is fully split along the first. Empty: no exception."""
 
@@ -102,7 +102,7 @@ class Operation:
     """Arithmetic and memory traffic of one primitive. A split of one of ``dims`` divides the work over devices."""
 
     name: str
-    dims: Dim
+    dims: Factors
     """The factors of all dims whose split divides the work over devices."""
     flops: float
     nbytes: float
@@ -137,7 +137,7 @@ class Program:
 
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    tensors: set[tuple[Dim, ...]] = field(default_factory=set)
+    tensors: set[tuple[Factors, ...]] = field(default_factory=set)
     """For every array, its dims. A mesh axis can split only one of the factors that meet in one array."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
@@ -155,11 +155,11 @@ class Program:
     backward_from: dict[str, int] = field(default_factory=dict)
     """For each block, when its backward pass begins."""
     _length: list[int] = field(default_factory=list)
-    _parts: list[Dim | None] = field(default_factory=list)
+    _parts: list[Factors | None] = field(default_factory=list)
     """For a factor that was merged with another one or divided into several: these. ``None`` for any other factor."""
     _repeat: int = 1
 
-    def factors(self, dim: Dim) -> Dim:
+    def factors(self, dim: Factors) -> Factors:
         """Return the factors that a dim has now: some may have been merged with others, or divided, since it was made.
 
         Dims of which all factors are equal are split alike.
@@ -181,7 +181,7 @@ class Program:
         """Return the length of a factor. If mesh axes split it, the product of their sizes must divide its length."""
         return self._length[factor]
 
-    def dim(self, length: int) -> Dim:
+    def dim(self, length: int) -> Factors:
         """Return a new dim of this length with a factor of its own; ``()`` for length 1, as such a dim is not split."""
         if length == 1:
             return ()
@@ -189,7 +189,7 @@ class Program:
         self._parts.append(None)
         return (len(self._length) - 1,)
 
-    def unite(self, first: Dim, second: Dim) -> Dim:
+    def unite(self, first: Factors, second: Factors) -> Factors:
         """Give two dims of the same length the same factors, so that both are split alike; return these factors.
 
         A factor is divided where the other dim's factor is shorter. Where none divides the other (12 x 16 and
@@ -242,7 +242,7 @@ class Program:
         self,
         shape: Sequence[int],
         itemsize: int,
-        dims: Sequence[Dim | None] | None = None,
+        dims: Sequence[Factors | None] | None = None,
         *,
         view_of: Value | None = None,
     ) -> Value:
@@ -280,7 +280,7 @@ class Program:
                 root.leaves_block |= root.block != self.block
 
     def work(
-        self, name: str, dims: Dim, *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
+        self, name: str, dims: Factors, *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
     ) -> None:
         """Record an operation with its dims, work and collectives; in a loop, as often as it is `repeated`."""
         n = self._repeat
@@ -295,7 +295,7 @@ class Program:
         elif self.block:
             self.equations.setdefault(self.block, []).append(Equation((*operands,), (*results,), operations))
 
-    def need_whole(self, value: Value, dim: int, *, why: str, unless: Dim = ()) -> None:
+    def need_whole(self, value: Value, dim: int, *, why: str, unless: Factors = ()) -> None:
         """Record that an operation needs a dim whole: if the dim is split, the value is gathered first.
 
         It is not gathered if the factors in ``unless`` are split into single entries.
@@ -314,7 +314,7 @@ class Program:
         self.need_whole(value, dim, why=why)
         self.mark_sliced(value.dims[dim])
 
-    def mark_sliced(self, dim: Dim) -> None:
+    def mark_sliced(self, dim: Factors) -> None:
         """Record that a dim is a slice or is joined from slices: a search does not split it."""
         self.sliced.update(dim)
 

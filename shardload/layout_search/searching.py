@@ -344,8 +344,8 @@ def check_options(caller: str, options: Mapping[str, Any], known: type[StepOptio
 
 def batch_axes_of(mesh: MeshSpec, given: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the axes that split the batch: those that the caller gives, else `MeshSpec.batch_axes`."""
-    axes = (given,) if given is None or isinstance(given, str) else tuple(given)
-    for axis in axes if given is not None else ():
+    axes = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
+    for axis in axes:
         if not (isinstance(axis, str) and axis in mesh.axes):
             raise LayoutError(
                 f"Cannot split the batch over {axis!r}: the mesh {mesh} has no such axis. Use one of its axes"

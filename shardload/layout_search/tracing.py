@@ -19,7 +19,7 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.recomputation import block_kinds
 from shardload.layout_search import primitives
 from shardload.layout_search.primitives import PrimitiveRule, fresh, itemsize
-from shardload.layout_search.program import Dim, Program, Value
+from shardload.layout_search.program import Factors, Program, Value
 from shardload.layouts.model_variables import nested_layers
 from shardload.units import check_kind, check_no_iterator
 
@@ -44,7 +44,7 @@ class Traced:
     program: Program
     weights: tuple[tuple[Any, Value], ...]
     """Pairs of each Keras variable of the model and its `Value` (array) in the program."""
-    batch: Dim
+    batch: Factors
     """The first dim of the inputs, which is the batch; ``()`` if it has length 1 in all of them."""
     training: bool
     blocks: Mapping[str, str] = field(default_factory=dict)
@@ -207,7 +207,7 @@ def trace(recorded: Recorded) -> Traced:
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
     # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
-    batch: Dim = ()
+    batch: Factors = ()
     for value in values[len(weights) :]:
         batch = program.unite(batch, value.dims[0]) if value.dims else batch
     # The other dims come whole. XLA gathers a weight that is split along one instead of splitting the input.

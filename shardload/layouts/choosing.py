@@ -38,6 +38,8 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
     """Choose layouts as ``layout`` says: a mode (``"auto"`` …), rules, or a LayoutMap, but no `LayoutPlan`."""
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
+    if mode == "auto":
+        mesh.check_no_stages()
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
     known = roles(model, variables, by_user=mode != "replicated")
     if rule_set is None:

@@ -1,7 +1,7 @@
 """Bytes of the KV cache on each device, while a model generates.
 
 Of each array, the batch axes split the rows, as far as they divide them, as they split any batch. The key-value heads
-are split as in the kernels that compute the keys, so over the model axis, if it divides them. XLA lays out the cache so,
+are split as in the kernels that compute the keys: over the model axis, if it divides them. XLA lays it out like this,
 as programs compiled for 2x4 show: whole arrays of (8, layers, 2, 1024, 4 heads, 8) are (4, layers, 2, 1024, 1, 8).
 """
 
