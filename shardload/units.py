@@ -190,8 +190,10 @@ def exact_bytes(n: int) -> str:
 
 FLOATS = ("bfloat16", "float16", "float32")
 """Dtypes that weights can be loaded in, in Python (``dtype=``) and on the command line."""
-_ALSO = ("float64", "mixed_bfloat16", "mixed_float16")
-"""Names accepted in Python, not by the command: float64 (in JAX's 64-bit mode), and dtype policies of Keras."""
+MIXED = ("mixed_bfloat16", "mixed_float16")
+"""Dtype policies of Keras with float32 weights and products in 16 bits, for Python and for plans by the command."""
+_ALSO = ("float64", *MIXED)
+"""Names accepted in Python, not by every command: float64 (in JAX's 64-bit mode), and dtype policies of Keras."""
 _SPELLINGS = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),

@@ -199,7 +199,7 @@ def plan(
     mesh: options.MeshOption = None,
     axes: options.AxesOption = None,
     layout: options.PlanLayoutOption = None,
-    dtype: options.DtypeOption = None,
+    dtype: options.PlanDtypeOption = None,
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
     kv_cache: options.KvCacheOption = None,
@@ -208,6 +208,8 @@ def plan(
     train: options.TrainOption = None,
     batch: options.BatchOption = None,
     sequence: options.SequenceOption = None,
+    microbatches: options.MicrobatchesOption = None,
+    remat: options.RematOption = options.RematChoice.AUTO,
     compile: options.CompileStepOption = False,
     save_plan: options.SavePlanOption = None,
     svg: options.SvgOption = None,
@@ -225,7 +227,8 @@ def plan(
     architecture (see `shardload sources`) or a config.json is enough.
 
     With --layout search, or any of --train, --batch, --sequence, --compile, --save-plan and --svg, it searches for the
-    layouts that make a step fastest, within --device-memory if that is given.
+    layouts that make a step fastest, within --device-memory if that is given. Then blocks may compute values again in
+    the backward pass, if that is needed to fit (--remat).
 
     With --device-memory the exit code is 1 when the weights, with the cache of --kv-cache, or the step, do not fit.
 
@@ -237,9 +240,16 @@ def plan(
     $ shardload plan llama3.1_405b --mesh 64x64 --hosts 512
 
     $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB
+
+    $ shardload plan llama3.1_405b --mesh 8x64 --train adamw --batch 8 --sequence 4096 --device-memory 80GiB
     """
     spec = options.mesh_option(mesh, axes, layout)
     steps = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
+    for_training = {"microbatches": microbatches, "remat": remat != options.RematChoice.AUTO}
+    if given := [f"--{name}" for name, value in for_training.items() if value and train is None]:
+        raise typer.BadParameter(
+            f"{given[0]} is for a training step. Add --train with an optimizer.", param_hint=given[0]
+        )
     searched = _searched(layout, {**steps, "save-plan": save_plan, "svg": svg})
     if searched and hosts is not None:
         raise typer.BadParameter("A search for layouts plans no reads: leave --hosts out.", param_hint="--hosts")
@@ -274,7 +284,9 @@ def plan(
                     ignore_config=tuple(ignore_config or ()),
                     progress=progress,
                 )
-                found: Any = plan_layouts(request, StepSpec(train, batch, sequence, compile))
+                found: Any = plan_layouts(
+                    request, StepSpec(train, batch, sequence, compile, remat.value, microbatches or 1)
+                )
             else:
                 from shardload import loading
 

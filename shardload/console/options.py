@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import StrEnum
@@ -20,7 +20,7 @@ from shardload.errors import MeshError, UsageError, did_you_mean
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.stores.local import local_target
-from shardload.units import FLOATS, KV_CACHE, dtype_name, parse_bytes
+from shardload.units import FLOATS, KV_CACHE, MIXED, dtype_name, parse_bytes
 
 FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
 """Values of the option ``--format`` of commands that read a checkpoint: the names of all formats."""
@@ -51,6 +51,15 @@ class IoChoice(StrEnum):
     DIRECT = "direct"
 
 
+class RematChoice(StrEnum):
+    """Values of ``--remat``: what blocks of a model compute again in the backward pass."""
+
+    AUTO = "auto"
+    NONE = "none"
+    MATMULS = "matmuls"
+    FULL = "full"
+
+
 class ReplicasChoice(StrEnum):
     """Values of ``--replicas``: how processes that load together get bytes that several of them need."""
 
@@ -59,16 +68,21 @@ class ReplicasChoice(StrEnum):
     BROADCAST = "broadcast"
 
 
-def dtype(text: str) -> str:
+def dtype(text: str, *, known: Sequence[str] = FLOATS) -> str:
     """Parse ``--dtype``: return the canonical name of a floating-point dtype, ``bfloat16`` for ``bf16``."""
     # dtype_name knows every dtype of a tensor, but weights are loaded in a floating-point one.
     try:
         name = str(dtype_name(text))
     except UsageError:
         name = ""
-    if name not in FLOATS:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(FLOATS)} (or bf16, fp16, fp32)")
+    if name not in known:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)} (or bf16, fp16, fp32)")
     return name
+
+
+def planned_dtype(text: str) -> str:
+    """Parse ``--dtype`` of a plan, which may also be a policy of Keras: float32 weights, and products in 16 bits."""
+    return dtype(text, known=(*FLOATS, *MIXED))
 
 
 def layout(text: str | None) -> str | None:
@@ -281,6 +295,35 @@ SequenceOption = Annotated[
     int | None,
     typer.Option(
         "--sequence", metavar="N", min=1, help="Tokens per row, if the model does not fix them; 512 by default."
+    ),
+]
+MicrobatchesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches",
+        metavar="N",
+        min=1,
+        help="Divide the batch into N parts, one after the other, and update the weights after the last: gradients are "
+        "accumulated (gradient_accumulation_steps of the optimizer).",
+    ),
+]
+RematOption = Annotated[
+    RematChoice,
+    typer.Option(
+        "--remat",
+        help="What blocks compute again in the backward pass instead of keeping it: nothing, all but products with "
+        "weights, everything, or what is fastest within --device-memory.",
+    ),
+]
+PlanDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        parser=planned_dtype,
+        help="Dtype of the weights: bfloat16, float16 or float32; or mixed_bfloat16 or mixed_float16, for float32 "
+        "weights and products in 16 bits. The checkpoint's own by default.",
+        autocompletion=lambda: (*FLOATS, *MIXED),
     ),
 ]
 CompileStepOption = Annotated[

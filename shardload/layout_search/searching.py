@@ -301,7 +301,9 @@ def search_smallest_mesh(
     return smallest_mesh_plan(step, device_memory_bytes, int(max_devices))
 
 
-def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devices: int) -> LayoutPlan | None:
+def smallest_mesh_plan(
+    search: LayoutSearch, device_memory_bytes: int, max_devices: int, *, remat: Remat = "auto"
+) -> LayoutPlan | None:
     """Return the plan on the smallest mesh on which a traced step fits into memory, or ``None`` if it fits on none."""
     if search.optimizer_memory.update_bytes >= device_memory_bytes:
         return None  # no layout makes this smaller
@@ -326,7 +328,7 @@ def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devic
             if rows % batch == 0 and (model == 1 or any(n % model == 0 for n in lengths)):
                 with suppress(DoesNotFitError):
                     mesh = MeshSpec(DEFAULT_AXES, (batch, model))
-                    plans.append(search.on(mesh, device_memory_bytes=device_memory_bytes))
+                    plans.append(search.on(mesh, device_memory_bytes=device_memory_bytes, remat=remat))
         if plans:
             return min(plans, key=lambda plan: plan.step_s)
     return None

@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardload.errors import DoesNotFitError
+from shardload.errors import DoesNotFitError, UsageError
 from shardload.hub.built import dense_experts_note
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.layout_search.optimizer_memory import checked_optimizer
 from shardload.layout_search.searching import (
     BATCH_PER_POSITION,
     MAX_DEVICES,
     LayoutSearch,
+    Remat,
     check_positive,
     smallest_mesh_plan,
 )
@@ -47,6 +49,10 @@ class StepSpec:
     """Size of input dims that are ``None`` in the model, except the batch: for text, the number of tokens in a row."""
     compile: bool = False
     """Whether to compile the planned step, to check the estimates of its memory and collectives."""
+    remat: Remat = "auto"
+    """What blocks of the model compute again in the backward pass, instead of keeping it."""
+    microbatches: int = 1
+    """Into how many parts the batch is divided, one after the other, before the weights are updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,8 @@ class _Planning:
             from shardload.optimizers import REKLS
 
             self.optimizer = REKLS()
+        if step.microbatches > 1:
+            self.optimizer = accumulating(self.optimizer, step.microbatches)
         self.clock, self.progress = Clock(), request.reporter
 
     def run(self) -> LayoutReport:
@@ -139,6 +147,13 @@ class _Planning:
         for variable in model.weights:
             sizes[str(stored_dtype(variable))] += math.prod(variable.shape)
         dtypes = tuple(name for name, _ in sizes.most_common())
+        if self.step.microbatches > 1:
+            accumulated = (
+                f"the step of the plan is one of {self.step.microbatches} microbatches of {plural(self.rows, 'row')}: "
+                f"weights are updated after the last, with gradient_accumulation_steps={self.step.microbatches} of the "
+                "optimizer, whose sums of gradients count as slots"
+            )
+            plan = replace(plan, notes=(*plan.notes, accumulated))
         notes = (*source.notes, *filter(None, [dense_experts_note(model)]))
         return LayoutReport(manifest.source, plan, smallest, compiled, spent, notes, sizes.total(), dtypes)
 
@@ -149,7 +164,12 @@ class _Planning:
     def _rows(self, model: Any) -> int:
         """Return the batch size of the step: the requested one, else the one that the model fixes, else the default."""
         if self.step.batch is not None:
-            return self.step.batch
+            if self.step.batch % self.step.microbatches:
+                raise UsageError(
+                    f"Cannot divide a batch of {self.step.batch} into {self.step.microbatches} microbatches: expected "
+                    "a number that divides it"
+                )
+            return self.step.batch // self.step.microbatches
         # Input layers may fix the batch; the step is then planned with that.
         rows = BATCH_PER_POSITION * math.prod(map(self.mesh.axis_size, self.mesh.batch_axes))
         fixed = rows_of(input_specs(model, batch=rows, sequence=self.step.sequence))
@@ -179,7 +199,7 @@ class _Planning:
 
     def _searched(self, search: LayoutSearch, limit: int | None) -> LayoutPlan:
         with self._stage("search", f"Searching layouts on {self.mesh}"):
-            return search.on(self.mesh, device_memory_bytes=limit)
+            return search.on(self.mesh, device_memory_bytes=limit, remat=self.step.remat)
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
         """Return the plan for the smallest mesh with enough memory, else ``plan``; ``None`` without a memory limit."""
@@ -189,7 +209,7 @@ class _Planning:
         with self._stage("smallest", "Looking for the smallest mesh"):
             # The plan fits its own mesh, so only smaller ones are of interest; without a plan, any mesh is.
             most = MAX_DEVICES if plan is None else plan.mesh.size - 1
-            return smallest_mesh_plan(search, limit, most) or plan
+            return smallest_mesh_plan(search, limit, most, remat=self.step.remat) or plan
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
         """Search a plan and compile its step; if it needs too much memory, search again with a lower limit."""
@@ -208,6 +228,12 @@ class _Planning:
             return found if halved is None else found.scaled(str(halved))
 
         return first_that_fits(lambda limit: self._searched(search, limit), compiled, limit)
+
+
+def accumulating(optimizer: Any, steps: int) -> Any:
+    """Return an optimizer, given as an object or by name, that accumulates the gradients of ``steps`` batches."""
+    made = checked_optimizer(optimizer)
+    return type(made).from_config({**made.get_config(), "gradient_accumulation_steps": steps})
 
 
 def _sizes(mesh: MeshSpec) -> str:

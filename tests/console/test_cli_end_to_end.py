@@ -312,6 +312,21 @@ def test_a_limit_that_nothing_keeps_is_an_error_that_says_what_would_do(cli):
     assert re.search(r"It fits on (\d+x\d+) with the same batch of (\d+): pass --mesh \1 --batch \2", done.stderr)
 
 
+def test_microbatches_recomputation_and_mixed_precision_are_planned(cli):
+    plain = cli("plan", NAME, "--mesh", "1x2", *STEP, "--json").json
+    options = ("--microbatches", "2", "--remat", "full", "--dtype", "mixed_bfloat16")
+    mixed = cli("plan", NAME, "--mesh", "1x2", *STEP, *options, "--json").json
+    assert plain["dtypes"] == ["bfloat16"] and mixed["dtypes"] == ["float32"]
+    assert plain["plan"]["remat"] == {} and [*mixed["plan"]["remat"].values()] == ["full"]
+    assert mixed["plan"]["device"]["weights"] >= 2 * plain["plan"]["device"]["weights"]
+    # Two moments, and the sums of gradients.
+    assert mixed["plan"]["device"]["slots"] == pytest.approx(3 * mixed["plan"]["device"]["weights"], rel=0.01)
+    assert mixed["plan"]["inputs"].startswith("int32[4, 32]")
+    assert any("one of 2 microbatches of 4 rows" in note for note in mixed["plan"]["notes"])
+    odd = cli("plan", NAME, "--mesh", "1x2", *STEP, "--microbatches", "3")
+    assert odd.code == 2 and "Cannot divide a batch of 8 into 3 microbatches" in odd.stderr
+
+
 def test_a_batch_that_does_not_divide_is_said(cli):
     done = cli("plan", NAME, "--mesh", "4x1", "--batch", "6", "--json")
     assert any("batch of 6 does not divide over axis 'batch'" in note for note in done.json["plan"]["notes"])
@@ -331,6 +346,9 @@ def test_an_optimizer_that_keras_does_not_know_is_refused(cli):
         (("--html", "plan.htm"), "does not end in .html"),
         (("--svg", "plan.png"), "does not end in .svg"),
         (("--batch", "0"), "it must be greater than or equal to 1"),
+        (("--remat", "full"), "--remat is for a training step. Add --train with an optimizer"),
+        (("--microbatches", "2"), "--microbatches is for a training step. Add --train with an optimizer"),
+        (("--remat", "some"), "'some' is not one of 'auto', 'none', 'matmuls', 'full'"),
     ],
 )
 def test_usage(arguments, said, cli):
