@@ -80,6 +80,8 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
             f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "
             "layout: activations count at least that much. Its time and its collectives are not counted"
         )
+    for name, count in sorted(problem.traced.program.estimated.items()):
+        yield f"{name} (x{count}): XLA may exchange other bytes than planned; compile the step to see them"
     for name, count in sorted(problem.traced.program.unknown.items()):
         what = "" if name.startswith("while") else ": its operands count as gathered, its results as replicated"
         yield f"{'no rule for ' if what else ''}{name} (x{count}){what}"

@@ -322,8 +322,15 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         program.unite(left.dims[a], right.dims[b])
     # The result has batch dims, then free dims of the left operand, then those of the right.
-    free = [left.dims[d] for d in range(len(left.dims)) if d not in (*left_sum, *left_batch)]
-    free += [right.dims[d] for d in range(len(right.dims)) if d not in (*right_sum, *right_batch)]
+    free: list[Factors | None] = [left.dims[d] for d in range(len(left.dims)) if d not in (*left_sum, *left_batch)]
+    own = {*program.factors(left.factors)}
+    for d in range(len(right.dims)):
+        if d not in (*right_sum, *right_batch):
+            # Both operands have examples of the batch, as in the logits of two towers: one of them is gathered.
+            twice = bool(own & {*program.factors(right.dims[d])})
+            if twice:
+                program.need_whole(right, d, why="dot")
+            free.append(None if twice else right.dims[d])
     made = fresh(program, eqn.outvars[0], [*(left.dims[d] for d in left_batch), *free])
     made.of_weights = not left_batch
     summed = tuple(itertools.chain(*(left.dims[d] for d in left_sum)))
@@ -407,7 +414,15 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     for d, at in zip(batching, numbers.start_indices_batching_dims, strict=True):
         program.unite(embedding.dims[d], indices.dims[at])
     made = fresh(program, eqn.outvars[0], dims)
-    exchanges = [Exchange("all-reduce", embedding.dims[d], made.nbytes, made.factors) for d in looked_up]
+    by_index = {*program.factors(indices.factors)}
+    exchanges = []
+    for d in looked_up:
+        if by_index & {*program.factors(embedding.dims[d])}:
+            # Rows and indices are split alike, as the nodes and edges of a graph: XLA gathers the rows.
+            program.need_whole(embedding, d, why="gather")
+            program.estimated["lookups of rows that are split like their indices"] += 1
+        else:
+            exchanges.append(Exchange("all-reduce", embedding.dims[d], made.nbytes, made.factors))
     whole = all(sizes[d] == embedding.shape[d] for d in window)
     # A plain embedding lookup: whole rows, by one index.
     if len(looked_up) == 1 and whole and not batching:

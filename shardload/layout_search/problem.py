@@ -152,6 +152,8 @@ class WeightKind:
     """The arrays that the optimizer keeps for each of the variables, such as two moments for Adam."""
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`, which lists all variables of the model."""
+    in_backward: bool = True
+    """Whether the backward pass of a training step reads the variables: a bias, for example, it does not."""
     embedding: EmbeddingUse | None = None
     """Sizes of the lookup, if the variable is an embedding that a step looks rows up in exactly once, or ``None``."""
 
@@ -463,6 +465,8 @@ def _weights(
     problem: Problem, pins: Mapping[int, Spec], slots: Mapping[int, tuple[Slot, ...]]
 ) -> tuple[WeightKind, ...]:
     lookups = problem.traced.program.lookups
+    # Blocks that recompute read all of their weights again.
+    read = None if problem.lifetimes.remat else _read_in_backward(problem.traced)
     members: dict[WeightKind, list[int]] = defaultdict(list)
     for i, (variable, value) in enumerate(problem.traced.weights):
         dims = tuple(map(problem.groups_of, value.dims))
@@ -474,9 +478,22 @@ def _weights(
             if lookup.embedding.origin is value
         ]
         use = uses[0] if len(uses) == 1 else None
-        kind = WeightKind(value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), use)
+        again = read is None or id(value) in read
+        kind = WeightKind(value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), again, use)
         members[kind].append(i)
     return tuple(replace(kind, members=tuple(positions)) for kind, positions in members.items())
+
+
+def _read_in_backward(traced: Traced) -> set[int]:
+    """Return the ``id`` of each value that the backward pass reads, as it is or converted to another dtype."""
+    found = set()
+    for value in traced.program.values:
+        if value.last_use > traced.boundary:
+            origin = value.root
+            while origin.cast_of is not None:
+                origin = origin.cast_of.root
+            found.add(id(origin))
+    return found
 
 
 def _work(problem: Problem, relevant: set[int]) -> tuple[tuple[WorkKind, ...], float]:

@@ -145,6 +145,8 @@ class Program:
     move slices between devices in ways that the cost model does not know."""
     unknown: Counter[str] = field(default_factory=Counter)
     """How often each JAX primitive occurs that has no rule in `primitives`: a plan has a note on each of them."""
+    estimated: Counter[str] = field(default_factory=Counter)
+    """How often operations occur for which XLA has several ways to exchange data, and a plan may count another one."""
     clock: int = 0
     block: str = ""
     """The block of the model (a repeated layer) to whose forward or backward pass the current equation belongs."""

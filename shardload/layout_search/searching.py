@@ -360,7 +360,7 @@ def checked_remat(remat: Any) -> Remat:
     given = list(remat.values()) if isinstance(remat, Mapping) else [remat]
     allowed = REMATS[1:] if isinstance(remat, Mapping) else REMATS
     for mode in given:
-        if mode not in allowed:
+        if not isinstance(mode, str) or mode not in allowed:
             raise UsageError(f"Cannot plan with remat={mode!r:.60}: expected {', '.join(allowed)}")
     return cast("Remat", remat)
 

@@ -198,6 +198,10 @@ def trace(recorded: Recorded) -> Traced:
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))
     program.store(*values)
+    # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
+    batch: Factors = ()
+    for value in values[len(weights) :]:
+        batch = program.unite(batch, value.dims[0]) if value.dims else batch
     results = read_program(program, recorded.closed, values, frozenset(recorded.blocks))
     program.use(*results)
     if recorded.training and recorded.trainable:
@@ -206,10 +210,6 @@ def trace(recorded: Recorded) -> Traced:
         for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
-    # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
-    batch: Factors = ()
-    for value in values[len(weights) :]:
-        batch = program.unite(batch, value.dims[0]) if value.dims else batch
     # The other dims come whole. XLA gathers a weight that is split along one instead of splitting the input.
     for value in values[len(weights) :]:
         for dim in value.dims[1:]:

@@ -97,7 +97,8 @@ def test_where_only_the_least_memory_fits_times_are_still_seconds(monkeypatch):
         find(device_memory_bytes=1000)
     least = find(device_memory_bytes=error.value.least_bytes)
     again = find(pins=least)
-    assert again.device == least.device and least.step_s == pytest.approx(again.step_s)
+    # Pins fix how weights are stored: the same, but used a little faster.
+    assert again.device == least.device and least.step_s == pytest.approx(again.step_s, rel=0.01)
     assert all(d.opposite_s is None or abs(d.opposite_s) < least.step_s for d in least.decisions)
 
 
