@@ -324,10 +324,25 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
     raise DoesNotFitError(
         f"No layout on {problem.asked} needs at most {format_bytes_down(limit)} per device. The least found is "
         f"{format_bytes_up(least.total)}: {format_bytes(least.total - least.activations)} of weights, gradients and "
-        f"slots, and {format_bytes(least.activations)} of {what}. {way_out}",
+        f"slots, and {format_bytes(least.activations)} of {what}{_recomputed(problem)}. {way_out}"
+        f"{_accumulating(problem, least)}",
         least_bytes=least.total,
         hint="; search_compiled (plan --compile) finds out whether the compiled step needs less",
     )
+
+
+def _recomputed(problem: Problem) -> str:
+    kinds = [kind for kind, mode in problem.lifetimes.remat.items() if mode == "full"]
+    return f", although each {' and '.join(kinds)} recomputes everything" if kinds else ""
+
+
+def _accumulating(problem: Problem, least: DeviceBytes) -> str:
+    """Return a sentence on how much half of the rows at a time would need, if that is less; else nothing."""
+    # Sums of gradients are as large as the gradients.
+    needed = least.total - least.activations // 2 + least.gradients
+    if not problem.traced.training or least.activations <= problem.update_bytes or needed >= least.total:
+        return ""
+    return f". With half of the rows at a time, it needs about {format_bytes_up(needed)} (plan --microbatches 2)"
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:

@@ -36,7 +36,7 @@ from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.stores.event_loop import collector_paused
 from shardload.typing import LayoutMap, MeshLike
-from shardload.units import check_kind
+from shardload.units import check_kind, format_bytes_up
 
 BATCH_PER_POSITION = 8
 """Rows of the batch for each position along the batch axis, if the caller gives neither inputs nor a batch size."""
@@ -200,7 +200,7 @@ class LayoutSearch:
                 if found and not any(option.stored for option in found[-1][2].options):
                     break
             if not found:
-                raise min(failed, key=lambda error: error.least_bytes)
+                raise self._with_advice(min(failed, key=lambda error: error.least_bytes), divided, asked, remat)
             problem, demand, solution = min(found, key=lambda one: one[2].seconds + one[0].fixed_s)
             # Parts of an axis are of use only if one of them splits a weight without the other.
             if divided != mesh and not splits_part_of_axis(problem, solution, mesh.parts_in(divided) or {}):
@@ -208,6 +208,23 @@ class LayoutSearch:
             return plan_of_solution(
                 self.model, problem, demand, solution, inputs=self.inputs, batch_axes=axes, limit=limit
             )
+
+    def _with_advice(self, error: DoesNotFitError, mesh: MeshSpec, asked: _Asked, remat: Remat) -> DoesNotFitError:
+        """Return the error of a search, which says what recomputing everything would need if less was tried."""
+        everything = next(self._rematerialised("full", limited=True))
+        if remat in ("auto", "full") or not everything or asked.limit is None:
+            return error
+        try:
+            self._solved(mesh, asked, everything)
+            needed = asked.limit
+        except DoesNotFitError as other:
+            needed = other.least_bytes
+        if needed >= error.least_bytes:
+            return error
+        said = f"{error.problem}. Recomputing everything in blocks needs {format_bytes_up(needed)} (--remat full)"
+        if needed == asked.limit:
+            said = f"{error.problem}. It fits if blocks recompute (--remat auto)"
+        return DoesNotFitError(said, least_bytes=error.least_bytes)
 
     def _rematerialised(self, remat: Remat, *, limited: bool) -> Iterator[Mapping[str, Recompute]]:
         """Yield what to try: for each kind of blocks, whether and what it recomputes."""

@@ -111,6 +111,18 @@ def test_a_limit_that_no_layout_keeps_says_what_would_do(block):
     assert error.value.least_bytes == plan.device.total <= advised
 
 
+def test_what_does_not_fit_is_told_what_would_help_most(block):
+    find = partial(search, block.model, MESH, inputs=block.inputs, optimizer="adamw")
+    free = find(remat="none").device
+    with pytest.raises(DoesNotFitError, match=r"It fits if blocks recompute \(--remat auto\)"):
+        find(remat="none", device_memory_bytes=free.total - free.activations // 10)
+    with pytest.raises(DoesNotFitError, match=r"Recomputing everything in blocks needs [\d.]+ MiB \(--remat full\)"):
+        find(remat="none", device_memory_bytes=MIB)
+    said = r"although each MultiHeadAttention recomputes everything\. .*about [\d.]+ MiB \(plan --microbatches 2\)"
+    with pytest.raises(DoesNotFitError, match=said):
+        find(device_memory_bytes=MIB)
+
+
 def test_under_a_tight_limit_weights_are_stored_split_over_the_batch_axis_too():
     model = gemma(num_layers=2)
     inputs = {k: jax.ShapeDtypeStruct((8, 16), "int32") for k in ("token_ids", "padding_mask")}
