@@ -1,0 +1,80 @@
+"""Plans of large models against compiled programs: a few layers at full width, on as many simulated devices.
+
+The forward and backward pass is compiled for the plan's layouts, without weights, in float32, as XLA for CPU computes
+16-bit floats in 32 bits. Planned and compiled are: weights on each device, temporaries (the plan's activations), and
+bytes of collective results. XLA for CPU keeps its barriers here, so that what a plan recomputes is recomputed.
+
+    python -m benchmarks.layout_slices [--only 405b] [--layers 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+CASES = {
+    "gemma2_27b": ("4x8", 32, 512),
+    "llama3.1_405b": ("8x64", 8, 4096),
+}
+"""For each model: the mesh, the rows of a batch and the tokens of a row."""
+
+
+def made(name: str, layers: int) -> Any:
+    """Return the backbone of a model with fewer layers, without values."""
+    import keras_hub
+
+    import shardload
+
+    with shardload.abstract():
+        if name == "llama3.1_405b":
+            return keras_hub.models.Llama3Backbone(128256, layers, 128, 16384, 53248, 8)
+        return keras_hub.models.GemmaBackbone(
+            256000, layers, 32, 16, 4608, 73728, 128, query_head_dim_normalize=True, use_post_ffw_norm=True,
+            use_post_attention_norm=True, final_logit_soft_cap=30, attention_logit_soft_cap=50,
+            sliding_window_size=4096, use_sliding_window_attention=True,
+        )  # fmt: skip
+
+
+def row(name: str, layers: int, remat: Any) -> str:
+    """Search a plan, compile its step, and return a line of a table."""
+    from shardload.layout_search.tracing import input_specs
+    from shardload.parallel import compile_step, search
+
+    mesh, batch, sequence = CASES[name]
+    model = made(name, layers)
+    inputs = input_specs(model, batch=batch, sequence=sequence)
+    plan = search(model, mesh, inputs=inputs, optimizer="adamw", remat=remat)
+    step = compile_step(model, plan, inputs, training="gradients")
+    batch_bytes = 2 * 4 * sequence * batch // plan.mesh.axis_size(plan.mesh.axes[0])
+    pairs = (
+        (plan.device.weights, step.argument_bytes - batch_bytes),
+        (plan.device.activations, step.temporary_bytes),
+        (plan.exchanged_bytes, step.collective_bytes),
+    )
+    cells = [
+        f"{planned / 2**20:,.1f} / {compiled / 2**20:,.1f}, {compiled / planned:.2f}" for planned, compiled in pairs
+    ]
+    return f"| {name}, {layers} layers | {plan.mesh} | {remat} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of a model's name")
+    parser.add_argument("--layers", type=int, default=4)
+    options = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["KERAS_BACKEND"] = "jax"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 512)
+    print("MiB planned / compiled on each device, and the ratio")
+    print("| model | mesh | recomputed | weights | activations | exchanged |\n|---|---|---|---|---|---|")
+    for name in (name for name in CASES if options.only in name):
+        for remat in ("none", "matmuls", "full"):
+            print(row(name, options.layers, remat), flush=True)
+
+
+if __name__ == "__main__":
+    main()
