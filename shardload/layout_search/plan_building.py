@@ -27,8 +27,8 @@ from shardload.layout_search.linear_program import (
 )
 from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
 from shardload.layout_search.problem import Problem, WeightKind
-from shardload.layout_search.tracing import input_summary
-from shardload.layout_search.weight_options import WeightOption, weight_exchanges
+from shardload.layout_search.tracing import input_summary, line_of
+from shardload.layout_search.weight_options import LEAST_STORED_BYTES, WeightOption, weight_exchanges
 from shardload.layouts.kv_cache import KvCache
 from shardload.sharding.layout import Spec
 from shardload.units import format_bytes, plural
@@ -80,6 +80,7 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
             f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "
             "layout: activations count at least that much. Its time and its collectives are not counted"
         )
+    yield from _idle_notes(problem, solution)
     for name, count in sorted(problem.traced.program.estimated.items()):
         yield f"{name} (x{count}): XLA may exchange other bytes than planned; compile the step to see them"
     for name, count in sorted(problem.traced.program.unknown.items()):
@@ -100,6 +101,30 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
                 f"{format_bytes(share)} on each"
             )
     yield f"generate() also keeps a KV cache, which is not counted{cache}"
+
+
+def _idle_notes(problem: Problem, solution: Solution) -> Iterator[str]:
+    """Yield a note on large weights that an axis could split, if the program did not take one of their dims apart."""
+    program = problem.traced.program
+    slicing = program.slicing()
+    lines: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+    for weight, option in chosen_options(problem, solution):
+        used = {axis for axes in option.spec for axis in axes}
+        idle = [a for a in problem.mesh.axes_of("model") if problem.sizes[a] > 1 and a not in used]
+        if weight.nbytes < LEAST_STORED_BYTES or not idle:
+            continue
+        for i in weight.members:
+            variable, value = problem.traced.weights[i]
+            for length, dim in zip(weight.shape, value.dims, strict=True):
+                line = next((at for f in program.factors(dim) if (at := line_of(slicing.get(f))) is not None), None)
+                if line is not None and length % math.prod(map(problem.mesh.axis_size, idle)) == 0:
+                    lines["+".join(idle), length, line].append(variable.path)
+    for (axes, length, line), paths in lines.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        yield (
+            f"axis {axes!r} does not split {paths[0]}{more}: the program takes its dim of {length} apart at {line}. It "
+            "could be split with a weight of its own for each part"
+        )
 
 
 def _used_specs(problem: Problem, solution: Solution) -> Iterator[tuple[int, Spec]]:

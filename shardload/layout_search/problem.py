@@ -345,7 +345,7 @@ def make_problem(
         frozenset(pair) for groups in tuples for pair in itertools.combinations(sorted(set(groups)), 2)
     )
     problem.weights = _weights(problem, pins, optimizer.slots)
-    sliced = {*problem.groups_of(tuple(program.sliced))}
+    sliced = {*problem.groups_of(tuple(program.slicing()))}
     problem.candidates = tuple(_candidates(problem, exclude=twice | {*batch} | sliced))
     # Last, as work on dims that nothing can split is left out.
     relevant = {k for k, _ in problem.candidates} | set(problem.pinned.values())
@@ -375,13 +375,14 @@ def divided_mesh(traced: Traced, mesh: MeshSpec, *, batch_axes: Sequence[str]) -
     An axis of 64 devices cannot split 8 key heads. Divided into 8 x 8, its first part splits them, and its second part
     has copies, while 128 query heads are split over both.
     """
+    sliced = traced.program.slicing()
     for axis in mesh.axes_of("model"):
         votes: Counter[int] = Counter()
         for variable, value in traced.weights:
             for dim in map(traced.program.factors, value.dims):
                 major = math.gcd(traced.program.length(dim[0]), mesh.axis_size(axis)) if dim else 1
                 # What is divided already, or sliced, gains nothing.
-                if variable.trainable and 1 < major < mesh.axis_size(axis) and dim[0] not in traced.program.sliced:
+                if variable.trainable and 1 < major < mesh.axis_size(axis) and dim[0] not in sliced:
                     votes[major] += value.nbytes
         if votes and axis not in batch_axes and not {f"{axis}_1", f"{axis}_2"} & {*mesh.axes}:
             # Of equal votes, the larger: more devices share the work.

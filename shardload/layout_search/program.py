@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Factors = tuple[int, ...]
 """The numbers of the factors of a dim, the major one first. ``()`` stands for a dim that is never split, such as each
@@ -140,9 +140,11 @@ class Program:
     tensors: set[tuple[Factors, ...]] = field(default_factory=set)
     """For every array, its dims. A mesh axis can split only one of the factors that meet in one array."""
     lookups: list[Lookup] = field(default_factory=list)
-    sliced: set[int] = field(default_factory=set)
-    """Factors of dims that are cut into slices, are slices, or are joined from slices. A search splits none: XLA would
-    move slices between devices in ways that the cost model does not know."""
+    sliced: dict[int, Any] = field(default_factory=dict)
+    """Factors of dims that are cut into slices, are slices, or are joined from slices, each with the `source` of the
+    operation. A search splits none: XLA would move slices between devices in ways that the cost model does not know."""
+    source: Any = None
+    """Where the model's code has the current equation: a JAX traceback, or ``None``."""
     unknown: Counter[str] = field(default_factory=Counter)
     """How often each JAX primitive occurs that has no rule in `primitives`: a plan has a note on each of them."""
     estimated: Counter[str] = field(default_factory=Counter)
@@ -206,7 +208,7 @@ class Program:
             a, b = self._top(waiting), self._top(others)
             major = math.gcd(self._length[a], self._length[b])
             if a != b and major == 1:
-                self.sliced.update(waiting, others)
+                self.mark_sliced((*waiting, *others))
                 break
             a, b = self._major(waiting, major), self._major(others, major)
             if a != b:
@@ -318,7 +320,12 @@ class Program:
 
     def mark_sliced(self, dim: Factors) -> None:
         """Record that a dim is a slice or is joined from slices: a search does not split it."""
-        self.sliced.update(dim)
+        for factor in dim:
+            self.sliced.setdefault(factor, self.source)
+
+    def slicing(self) -> dict[int, Any]:
+        """Return the factors that a search does not split, as they are now, with the `source` of what slices them."""
+        return {factor: source for dim, source in self.sliced.items() for factor in self.factors((dim,))}
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:

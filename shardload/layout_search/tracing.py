@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -210,6 +211,7 @@ def trace(recorded: Recorded) -> Traced:
         for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
+    program.source = None
     # The other dims come whole. XLA gathers a weight that is split along one instead of splitting the input.
     for value in values[len(weights) :]:
         for dim in value.dims[1:]:
@@ -263,6 +265,8 @@ def read_program(
         operands = [value(v) for v in eqn.invars]
         # Operands are used at the moment the results are born, so both are counted as alive then.
         program.clock += 1
+        # Equations of JAX's own functions are where the model calls these.
+        program.source = eqn.source_info.traceback or program.source
         if blocks:
             # Programs inside an equation have names of their own, if any: they belong where the equation does.
             program.block, program.in_backward = _block_of(str(eqn.source_info.name_stack), blocks)
@@ -273,6 +277,16 @@ def read_program(
         known.update(zip(eqn.outvars, results, strict=True))
     program.block, program.in_backward = outside
     return [value(v) for v in jaxpr.outvars]
+
+
+def line_of(source: Any) -> str | None:
+    """Return the line of a model's code where an equation was made (``mamba.py:41``); ``None`` if it is not known."""
+    for frame in getattr(source, "frames", ()):
+        if not re.search(
+            r"[/\\](jax|keras|shardload)[/\\](_src|src|layout_search|keras_bridge|.*\.py$)", frame.file_name
+        ):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return None
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import keras
@@ -109,6 +110,34 @@ def test_a_limit_that_no_layout_keeps_says_what_would_do(block):
     advised = parse_bytes(str(error.value).split("The least found is ")[1].split(": ")[0])
     plan = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=advised)
     assert error.value.least_bytes == plan.device.total <= advised
+
+
+class Gated(keras.layers.Layer):
+    """A gated layer whose two halves are computed by one kernel."""
+
+    def __init__(self, width, **kwargs):
+        super().__init__(**kwargs)
+        self.into, self.out = keras.layers.Dense(4 * width, use_bias=False), keras.layers.Dense(width)
+
+    def build(self, shape):
+        self.into.build(shape)
+        self.out.build((*shape[:-1], 2 * shape[-1]))
+        self.built = True
+
+    def call(self, x):
+        gate, y = keras.ops.split(self.into(x), 2, axis=-1)  # what the note names
+        return x + self.out(keras.ops.silu(gate) * y)
+
+
+def test_a_dim_that_the_program_takes_apart_is_noted_with_the_line():
+    y = inputs = keras.Input((128,))
+    for _ in range(2):
+        y = Gated(128)(y)
+    notes = search(keras.Model(inputs, y), "1x4", batch=8).notes
+    at = 1 + next(i for i, line in enumerate(Path(__file__).read_text().split("\n")) if "# what the note names" in line)
+    said = [note for note in notes if f"takes its dim of 512 apart at {Path(__file__).name}:{at}. It could be" in note]
+    assert len(said) == 1 and "/kernel and 1 more" in said[0]
+    assert search(LAYOUT_MODELS["block"]().model, "1x4", batch=8).notes == ()
 
 
 def test_what_does_not_fit_is_told_what_would_help_most(block):
