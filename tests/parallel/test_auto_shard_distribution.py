@@ -7,6 +7,7 @@ import keras
 import models
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from programs import collectives, forward
 
 import shardload
@@ -286,3 +287,21 @@ def test_every_way_to_choose_layouts_computes_the_same(layout):
     np.testing.assert_allclose(model.fit(x, y, shuffle=False, verbose=0).history["loss"], expected[1], rtol=1e-5)
     choice = distribution.choice(model)
     assert (choice.mode, choice.sharded > 0) == ({dict: "rules"}.get(type(layout), layout), layout != "replicated")
+
+
+def test_a_batch_is_split_over_data_and_fsdp_as_far_as_they_divide_it():
+    distribution = shardload.AutoShardDistribution("data=2,fsdp=2,model=2")
+    spec = {rows: distribution.get_data_layout((rows, 3)).backend_layout.spec for rows in (8, 6, 3)}
+    assert spec == {8: P(("data", "fsdp"), None), 6: P("data", None), 3: P(None, None)}
+    assert (distribution.batch_axes, distribution.num_model_replicas) == (("data", "fsdp"), 4)
+
+    def losses(distribution):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(8)])
+        if distribution is not None:
+            distribution.shard(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.random.default_rng(0).normal(size=(22, 16)).astype("float32")  # the last batch has 6 rows
+        return model.fit(x, x[:, :8], batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses(distribution), losses(None), rtol=1e-5)
