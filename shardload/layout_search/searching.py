@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
@@ -179,35 +179,63 @@ class LayoutSearch:
         remat: Remat = "auto",
     ) -> LayoutPlan:
         """Return the best plan for the step on a mesh, within ``device_memory_bytes`` per device unless ``None``."""
-        mesh.check_no_stages()
         if isinstance(pins, LayoutPlan) and mesh.parts_in(pins.mesh) is not None:
             mesh = pins.mesh
         axes = mesh.batch_axes if batch_axes is None else tuple(batch_axes)
-        fixed = fixed_specs(self.model, mesh, pins)
         limit = None if device_memory_bytes is None else int(device_memory_bytes)  # JSON has no integers of NumPy
+        return self._plan(self._fastest(_Asked(mesh, axes, fixed_specs(self.model, mesh, pins), limit), remat))
+
+    def fastest_of(
+        self, meshes: Iterable[MeshSpec], device_memory_bytes: int, *, remat: Remat = "auto"
+    ) -> LayoutPlan | None:
+        """Return the best plan on the mesh of ``meshes`` where it is fastest, or ``None`` if it fits on none."""
+        found = []
+        for mesh in meshes:
+            asked = _Asked(mesh, mesh.batch_axes, fixed_specs(self.model, mesh, None), device_memory_bytes)
+            with suppress(DoesNotFitError):
+                # What does not fit if blocks recompute everything does not fit otherwise.
+                if remat == "auto" and self.recorded.training:
+                    self._fastest(asked, "full")
+                found.append(self._fastest(asked, remat))
+        return self._plan(min(found, key=lambda one: one.step_s)) if found else None
+
+    def _plan(self, found: _Found) -> LayoutPlan:
+        with collector_paused():
+            return plan_of_solution(
+                self.model,
+                found.problem,
+                found.demand,
+                found.solution,
+                inputs=self.inputs,
+                batch_axes=found.asked.batch_axes,
+                limit=found.asked.limit,
+            )
+
+    def _fastest(self, asked: _Asked, remat: Remat) -> _Found:
+        """Return the fastest solution within the limit, of all that blocks may recompute; raise if none fits."""
+        mesh = asked.mesh
+        mesh.check_no_stages()
         with collector_paused():
             if self._traced is None:
                 self._traced = trace(self.recorded)
-            divided = divided_mesh(self._traced, mesh, batch_axes=axes)
-            asked = _Asked(mesh, axes, fixed, limit)
-            found, failed = [], []
-            for kinds in self._rematerialised(remat, limited=limit is not None):
+            divided = divided_mesh(self._traced, mesh, batch_axes=asked.batch_axes)
+            found, failed = list[_Found](), list[DoesNotFitError]()
+            for kinds in self._rematerialised(remat, limited=asked.limit is not None):
                 try:
                     found.append(self._solved(divided, asked, kinds))
                 except DoesNotFitError as error:
                     failed.append(error)
                 # Nothing is faster than to recompute nothing, unless weights are stored split to make room.
-                if found and not any(option.stored for option in found[-1][2].options):
+                if found and not any(option.stored for option in found[-1].solution.options):
                     break
             if not found:
                 raise self._with_advice(min(failed, key=lambda error: error.least_bytes), divided, asked, remat)
-            problem, demand, solution = min(found, key=lambda one: one[2].seconds + one[0].fixed_s)
+            best = min(found, key=lambda one: one.step_s)
             # Parts of an axis are of use only if one of them splits a weight without the other.
-            if divided != mesh and not splits_part_of_axis(problem, solution, mesh.parts_in(divided) or {}):
-                problem, demand, solution = self._solved(mesh, asked, problem.lifetimes.remat)
-            return plan_of_solution(
-                self.model, problem, demand, solution, inputs=self.inputs, batch_axes=axes, limit=limit
-            )
+            if divided != mesh and not splits_part_of_axis(best.problem, best.solution, mesh.parts_in(divided) or {}):
+                with suppress(DoesNotFitError):
+                    return self._solved(mesh, asked, best.problem.lifetimes.remat)
+            return best
 
     def _with_advice(self, error: DoesNotFitError, mesh: MeshSpec, asked: _Asked, remat: Remat) -> DoesNotFitError:
         """Return the error of a search, which says what recomputing everything would need if less was tried."""
@@ -245,9 +273,7 @@ class LayoutSearch:
             for one in tried:
                 yield {kind: mode for kind, mode in one.items() if mode != "none"}
 
-    def _solved(
-        self, mesh: MeshSpec, asked: _Asked, remat: Mapping[str, Recompute]
-    ) -> tuple[Problem, Demand, Solution]:
+    def _solved(self, mesh: MeshSpec, asked: _Asked, remat: Mapping[str, Recompute]) -> _Found:
         """Search on a mesh that may have parts of the axes of the mesh that was asked for."""
         assert self._traced is not None
         parts = asked.mesh.parts_in(mesh) or {}
@@ -265,7 +291,7 @@ class LayoutSearch:
             asked=asked.mesh,
             remat=remat,
         )
-        return (problem, *optimum(problem, asked.limit))
+        return _Found(asked, problem, *optimum(problem, asked.limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +302,21 @@ class _Asked:
     batch_axes: tuple[str, ...]
     pins: Mapping[int, Spec]
     limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a search on a mesh found."""
+
+    asked: _Asked
+    problem: Problem
+    demand: Demand
+    solution: Solution
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, with the work that takes the same time under every layout."""
+        return self.solution.seconds + self.problem.fixed_s
 
 
 # ---- the smallest mesh -------------------------------------------------------------------------------
@@ -337,17 +378,13 @@ def smallest_mesh_plan(
     for devices in (1 << n for n in range(max_devices.bit_length())):
         if devices < fewest:
             continue
-        plans = []
         # More devices can need more memory, where a dim does not divide any more, and still more devices less again.
-        for batch in (1 << n for n in range(devices.bit_length())):
-            model = devices // batch
-            # Only meshes whose axes divide the rows, and the length of some dim.
-            if rows % batch == 0 and (model == 1 or any(n % model == 0 for n in lengths)):
-                with suppress(DoesNotFitError):
-                    mesh = MeshSpec(DEFAULT_AXES, (batch, model))
-                    plans.append(search.on(mesh, device_memory_bytes=device_memory_bytes, remat=remat))
-        if plans:
-            return min(plans, key=lambda plan: plan.step_s)
+        sizes = [(batch, devices // batch) for batch in (1 << n for n in range(devices.bit_length()))]
+        # Only meshes whose axes divide the rows, and the length of some dim.
+        useful = [(b, m) for b, m in sizes if rows % b == 0 and (m == 1 or any(n % m == 0 for n in lengths))]
+        meshes = (MeshSpec(DEFAULT_AXES, one) for one in useful)
+        if (plan := search.fastest_of(meshes, device_memory_bytes, remat=remat)) is not None:
+            return plan
     return None
 
 

@@ -237,4 +237,5 @@ def accumulating(optimizer: Any, steps: int) -> Any:
 
 
 def _sizes(mesh: MeshSpec) -> str:
-    return "x".join(map(str, mesh.sizes))
+    # As it can be passed: a plan may have divided an axis.
+    return "x".join(map(str, mesh.undivided.sizes))

@@ -143,6 +143,18 @@ class MeshSpec:
             (*self.axes[:at], *parts, *self.axes[at + 1 :]), (*self.sizes[:at], *sizes, *self.sizes[at + 1 :])
         )
 
+    @property
+    def undivided(self) -> MeshSpec:
+        """The mesh with the axes that `divided` has made joined again: ``model=64`` for ``model_1=8,model_2=8``."""
+        for axis in (axis.removesuffix("_1") for axis in self.axes if axis.endswith("_1")):
+            at = self.axes.index(f"{axis}_1")
+            if self.axes[at + 1 : at + 2] == (f"{axis}_2",) and axis not in self.axes:
+                size = self.sizes[at] * self.sizes[at + 1]
+                return MeshSpec(
+                    (*self.axes[:at], axis, *self.axes[at + 2 :]), (*self.sizes[:at], size, *self.sizes[at + 2 :])
+                ).undivided
+        return self
+
     def parts_in(self, other: MeshSpec) -> dict[str, tuple[str, ...]] | None:
         """Return which axes of ``other`` each axis of this mesh is divided into; ``None`` if it is another mesh.
 

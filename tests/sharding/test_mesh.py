@@ -153,3 +153,16 @@ def test_a_process_that_does_not_come_is_the_cause_of_a_timeout(monkeypatch):
     assert "set JAX_PLATFORMS=cpu" in str(not_started(error))
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     assert "it waits for every process: one of them has ended" in str(not_started(error))
+
+
+def test_an_axis_is_divided_and_joined_again():
+    mesh = MeshSpec(("batch", "model"), (8, 64))
+    divided = mesh.divided("model", 8)
+    assert str(divided) == "batch=8,model_1=8,model_2=8"
+    assert mesh.parts_in(divided) == {"batch": ("batch",), "model": ("model_1", "model_2")}
+    assert divided.undivided == mesh == mesh.undivided
+    assert mesh.parts_in(mesh) == {"batch": ("batch",), "model": ("model",)}
+    assert mesh.parts_in(MeshSpec(("batch", "model_1", "model_2"), (8, 4, 8))) is None
+    assert mesh.parts_in(MeshSpec(("model_1", "model_2", "batch"), (8, 8, 8))) is None
+    twice = divided.divided("model_1", 2)
+    assert str(twice) == "batch=8,model_1_1=2,model_1_2=4,model_2=8" and twice.undivided == mesh
