@@ -199,7 +199,7 @@ class LayoutSearch:
                 found.append(self._fastest(asked, remat))
         return self._plan(min(found, key=lambda one: one.step_s)) if found else None
 
-    def _plan(self, found: _Found) -> LayoutPlan:
+    def _plan(self, found: _Fastest) -> LayoutPlan:
         with collector_paused():
             return plan_of_solution(
                 self.model,
@@ -211,7 +211,7 @@ class LayoutSearch:
                 limit=found.asked.limit,
             )
 
-    def _fastest(self, asked: _Asked, remat: Remat) -> _Found:
+    def _fastest(self, asked: _Asked, remat: Remat) -> _Fastest:
         """Return the fastest solution within the limit, of all that blocks may recompute; raise if none fits."""
         mesh = asked.mesh
         mesh.check_no_stages()
@@ -219,7 +219,7 @@ class LayoutSearch:
             if self._traced is None:
                 self._traced = trace(self.recorded)
             divided = divided_mesh(self._traced, mesh, batch_axes=asked.batch_axes)
-            found, failed = list[_Found](), list[DoesNotFitError]()
+            found, failed = list[_Fastest](), list[DoesNotFitError]()
             for kinds in self._rematerialised(remat, limited=asked.limit is not None):
                 try:
                     found.append(self._solved(divided, asked, kinds))
@@ -273,7 +273,7 @@ class LayoutSearch:
             for one in tried:
                 yield {kind: mode for kind, mode in one.items() if mode != "none"}
 
-    def _solved(self, mesh: MeshSpec, asked: _Asked, remat: Mapping[str, Recompute]) -> _Found:
+    def _solved(self, mesh: MeshSpec, asked: _Asked, remat: Mapping[str, Recompute]) -> _Fastest:
         """Search on a mesh that may have parts of the axes of the mesh that was asked for."""
         assert self._traced is not None
         parts = asked.mesh.parts_in(mesh) or {}
@@ -291,7 +291,7 @@ class LayoutSearch:
             asked=asked.mesh,
             remat=remat,
         )
-        return _Found(asked, problem, *optimum(problem, asked.limit))
+        return _Fastest(asked, problem, *optimum(problem, asked.limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Fastest:
     """What a search on a mesh found."""
 
     asked: _Asked
