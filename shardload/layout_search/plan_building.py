@@ -75,6 +75,9 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
             f"{' and '.join(map(repr, idle))}: its {plural(math.prod(map(mesh.axis_size, idle)), 'device')} all do the "
             "same work"
         )
+    for axis in mesh.axes_of("sequence"):
+        if problem.sizes[axis] > 1:
+            yield f"axis {axis!r} splits nothing: a search does not split the sequence of the inputs"
     if problem.update_bytes:
         yield (
             f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "

@@ -272,6 +272,7 @@ def test_the_names_of_axes_say_which_of_them_split_the_batch(mesh, axes, parts):
     # Gradients are added up over all axes of the batch at once.
     summed = [e for e in plan.exchanges if e.kind == "all-reduce" and e.axis == "+".join(axes)]
     assert bool(summed) is bool(axes)
+    assert "axis 'context' splits nothing" in search(chain("up", "down"), "context=2,model=2", batch=8).notes[0]
     with pytest.raises(MeshError, match="axis 'pipe' is for the stages of a pipeline"):
         search(chain("up", "down"), "pipe=2,model=2")
 
