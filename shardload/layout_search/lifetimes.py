@@ -57,7 +57,9 @@ def lifetimes(traced: Traced, remat: Mapping[str, Recompute]) -> Lifetimes:
         for value in dropped:
             spans[id(value)] = ((value.born, value.forward_use), (begins, value.last_use))
         for value in inputs:
-            spans[id(value)] = ((value.born, max(value.last_use, begins)),)
+            # Several blocks may start from it: the first block of the model is the last to read it again.
+            known = spans.get(id(value), ((value.born, value.last_use),))
+            spans[id(value)] = ((value.born, max(known[-1][1], begins)),)
     # Weights need no buffer besides their own.
     for _, value in traced.weights:
         spans.pop(id(value), None)
