@@ -14,17 +14,17 @@ twice even so, and needs at most a seventh of the temporary memory that a barrie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from keras.src import backend
 
 from shardload.keras_bridge import Model, Variable
 
-GATHERED = "gathered weight"
-"""The name by which `jax.checkpoint` finds the gathered weights, so as not to keep them for the backward pass."""
+_REARRANGING = frozenset({"convert_element_type", "copy", "expand_dims", "name", "reshape", "squeeze", "transpose"})
+"""Primitives of JAX whose results have the elements of their operand."""
 
 
 class Use(NamedTuple):
@@ -51,9 +51,8 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
             return found, jax.tree.map(backend.get_keras_mask, found[0])
 
         # prevent_cse is the barrier that the docstring of this module describes.
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         platform = next((str(use.used.mesh.devices.flat[0].platform) for use in uses.values()), None)
-        step = jax.checkpoint(run, policy=policy, prevent_cse=platform != "tpu")
+        step = jax.checkpoint(run, policy=keep_all_but_gathers(uses, model.variables), prevent_cse=platform != "tpu")
         found, masks = step(list(trainable), list(other), arrays)
         return _masked(found[0], masks), *found[1:]
 
@@ -72,9 +71,27 @@ def _masked(outputs: Any, masks: Any) -> Any:
 def gathered(variables: Sequence[Variable], values: Sequence[Any], uses: Mapping[int, Use]) -> list[Any]:
     """Return the values of variables, those in ``uses`` (by ``id``) as the model computes with them."""
     return [
-        checkpoint_name(_gather(value, uses[id(variable)]), GATHERED) if id(variable) in uses else value
+        _gather(value, uses[id(variable)]) if id(variable) in uses else value
         for variable, value in zip(variables, values, strict=True)
     ]
+
+
+def keep_all_but_gathers(uses: Mapping[int, Use], variables: Iterable[Variable]) -> Callable[..., bool]:
+    """Return a policy of `jax.checkpoint`: the backward pass gathers weights again, and finds all else kept.
+
+    Nor is it to find weights in another dtype or order. A policy knows primitives and shapes, not what they are for, so
+    weights are told by their number of elements; of an activation with as many, its value before the cast is kept.
+    """
+    used = {use.used for use in uses.values()}
+    sizes = {math.prod(variable.shape) for variable in variables if id(variable) in uses}
+
+    # A gather is a constraint. A name for its result would not do: JAX would keep what it gives the name to.
+    def policy(primitive: Any, *operands: Any, **params: Any) -> bool:
+        if primitive.name == "sharding_constraint":
+            return params["sharding"] not in used
+        return not (primitive.name in _REARRANGING and math.prod(operands[0].shape) in sizes)
+
+    return policy
 
 
 def _gather(value: Any, use: Use) -> Any:

@@ -25,7 +25,7 @@ import keras
 from keras.src import backend
 
 from shardload.keras_bridge import Model
-from shardload.keras_bridge.gathered_use import GATHERED, Use, gathered
+from shardload.keras_bridge.gathered_use import Use, gathered, keep_all_but_gathers
 from shardload.keras_bridge.variables import value_of
 
 Recompute = Literal["matmuls", "full"]
@@ -35,7 +35,6 @@ _POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "full": None,
     # Products of activations with each other, as in attention, have batch dims.
     "matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "gathers": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
 }
 _ATTRIBUTE = "_shardload_recomputes"
 
@@ -70,7 +69,8 @@ def install(model: Model, recompute: Mapping[str, Recompute], uses: Mapping[int,
     owners = [layer for layer in _layers_below(model) if any(id(v) in uses and id(v) not in own for v in _owned(layer))]
     for layer, mode in (*blocks, *((layer, "gathers") for layer in owners)):
         # Into __dict__, because Keras tracks attributes that setattr sets.
-        layer.__dict__["call"] = _recomputing(layer, layer.call, _POLICIES[mode], uses)
+        policy = keep_all_but_gathers(uses, layer.variables) if mode == "gathers" else _POLICIES[mode]
+        layer.__dict__["call"] = _recomputing(layer, layer.call, policy, uses)
         layer.__dict__[_ATTRIBUTE] = mode
 
 

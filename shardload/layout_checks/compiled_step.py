@@ -275,7 +275,7 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
         keep_unused=True,
     )
     lowered = step.lower(state, batch)
-    options = _CPU_OPTIONS | (_KEEP_RECOMPUTATION if choice.remat else {})
+    options = _CPU_OPTIONS | (_KEEP_RECOMPUTATION if choice.remat or choice.uses else {})
     compiled = lowered.compile(compiler_options=options if platform == "cpu" else None)
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
