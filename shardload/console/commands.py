@@ -210,6 +210,7 @@ def plan(
     sequence: options.SequenceOption = None,
     microbatches: options.MicrobatchesOption = None,
     remat: options.RematOption = options.RematChoice.AUTO,
+    sequence_parallel: options.SequenceParallelOption = options.SequenceParallelChoice.AUTO,
     compile: options.CompileStepOption = False,
     save_plan: options.SavePlanOption = None,
     svg: options.SvgOption = None,
@@ -227,8 +228,8 @@ def plan(
     architecture (see `shardload sources`) or a config.json is enough.
 
     With --layout search, or any of --train, --batch, --sequence, --compile, --save-plan and --svg, it searches for the
-    layouts that make a step fastest, within --device-memory if that is given. Then blocks may compute values again in
-    the backward pass, if that is needed to fit (--remat).
+    layouts that make a step fastest, within --device-memory if that is given. If that is needed to fit, blocks compute
+    values again in the backward pass (--remat), and the model axis splits sequences (--sequence-parallel).
 
     With --device-memory the exit code is 1 when the weights, with the cache of --kv-cache, or the step, do not fit.
 
@@ -245,7 +246,11 @@ def plan(
     """
     spec = options.mesh_option(mesh, axes, layout)
     steps = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
-    for_training = {"microbatches": microbatches, "remat": remat != options.RematChoice.AUTO}
+    for_training = {
+        "microbatches": microbatches,
+        "remat": remat != options.RematChoice.AUTO,
+        "sequence-parallel": sequence_parallel != options.SequenceParallelChoice.AUTO,
+    }
     if given := [f"--{name}" for name, value in for_training.items() if value and train is None]:
         raise typer.BadParameter(
             f"{given[0]} is for a training step. Add --train with an optimizer.", param_hint=given[0]
@@ -285,7 +290,10 @@ def plan(
                     progress=progress,
                 )
                 found: Any = plan_layouts(
-                    request, StepSpec(train, batch, sequence, compile, remat.value, microbatches or 1)
+                    request,
+                    StepSpec(
+                        train, batch, sequence, compile, remat.value, microbatches or 1, sequence_parallel.for_search
+                    ),
                 )
             else:
                 from shardload import loading

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -297,6 +297,21 @@ SequenceOption = Annotated[
         "--sequence", metavar="N", min=1, help="Tokens per row, if the model does not fix them; 512 by default."
     ),
 ]
+
+
+class SequenceParallelChoice(StrEnum):
+    """Values of ``--sequence-parallel``: whether activations are split along their sequence."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+    @property
+    def for_search(self) -> Literal["auto"] | bool:
+        """The value as the argument of a search."""
+        return "auto" if self is SequenceParallelChoice.AUTO else self is SequenceParallelChoice.ON
+
+
 MicrobatchesOption = Annotated[
     int | None,
     typer.Option(
@@ -313,6 +328,14 @@ RematOption = Annotated[
         "--remat",
         help="What blocks compute again in the backward pass instead of keeping it: nothing, all but products with "
         "weights, everything, or what is fastest within --device-memory.",
+    ),
+]
+SequenceParallelOption = Annotated[
+    SequenceParallelChoice,
+    typer.Option(
+        "--sequence-parallel",
+        help="Whether the model axis splits activations along their sequence between products with weights: on, off, "
+        "or if a step does not fit within --device-memory otherwise.",
     ),
 ]
 PlanDtypeOption = Annotated[

@@ -27,8 +27,9 @@ import numpy as np
 from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from shardload.errors import LayoutError, MeshError
-from shardload.keras_bridge import Model, Variable, abstraction, recomputation
+from shardload.keras_bridge import Model, Variable, abstraction, layer_layouts, recomputation
 from shardload.keras_bridge.gathered_use import Use, gathering
+from shardload.keras_bridge.layer_layouts import CallLayouts
 from shardload.keras_bridge.model_records import record_first_result
 from shardload.keras_bridge.model_state import (
     models_in,
@@ -50,7 +51,7 @@ from shardload.keras_bridge.variables import (
     sharding_of,
     value_of,
 )
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
 from shardload.units import plural
@@ -142,6 +143,10 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         """Return the sharding that stores an array of ``rank`` dims whole on every device of the mesh."""
         return self.sharding(Layout.replicated(self.mesh, rank))
 
+    def sharding_of_spec(self, spec: Spec) -> jax.sharding.NamedSharding:
+        """Return the JAX sharding for the mesh axes that split each dim of an array."""
+        return self.sharding(Layout(self.mesh, spec))
+
     def sharding(self, layout: Layout) -> jax.sharding.NamedSharding:
         """Return the JAX sharding for a layout (which says what splits each dim) on the devices of this mesh."""
         return named_sharding(layout, self._devices)
@@ -173,6 +178,8 @@ class ModelBinding:
 
     remat: Mapping[str, Recompute] = field(default_factory=dict, repr=False)
     """What blocks of the model recompute in the backward pass, by the name of their class."""
+    call_layouts: tuple[CallLayouts, ...] = field(default=(), repr=False)
+    """The layouts at both ends of layers, if activations are split along their sequence."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -197,6 +204,7 @@ def bind(
     activations: Callable[[str], Any] | None = None,
     uses: Mapping[int, Layout] | None = None,
     remat: Mapping[str, Recompute] | None = None,
+    call_layouts: Sequence[CallLayouts] = (),
 ) -> ModelBinding:
     """Bind a model to a mesh, so that all its methods run there. Binding again replaces the mesh.
 
@@ -204,7 +212,8 @@ def bind(
     are replicated. ``values="keep"`` leaves values where they are, for a load that is about to replace them.
     ``activations`` returns, for the path of a layer's output, its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
     ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to its layout while the model computes. ``remat`` says
-    what blocks of the model recompute in the backward pass, by the name of their class.
+    what blocks of the model recompute in the backward pass, by the name of their class, and ``call_layouts`` how
+    single layers lay out their inputs and outputs.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(
@@ -217,7 +226,7 @@ def bind(
     distribution = MeshParallel(mesh, devices, _by_path(shardings), batch_axes=batch_axes, activations=activations)
     found = {id(variable): sharding for variable, sharding in shardings}
     used = {key: Use(named_sharding(layout, devices), found[key]) for key, layout in (uses or {}).items()}
-    binding = ModelBinding(mesh, tuple(devices), distribution, used, dict(remat or {}))
+    binding = ModelBinding(mesh, tuple(devices), distribution, used, dict(remat or {}), tuple(call_layouts))
     for variable, sharding in shardings:
         (relocate if values == "move" else set_sharding)(variable, sharding)
     # `Normalization` computes with constants made from its variables, which are still on the old devices.
@@ -229,6 +238,7 @@ def bind(
 def unbind(model: Model) -> None:
     """Remove a model's binding to a mesh; its variables stay where they are. Does nothing if the model is not bound."""
     recomputation.remove(model)
+    layer_layouts.remove(model)
     for part in models_in(model):
         if _ATTRIBUTE in vars(part):
             for name in (*METHODS, "stateless_call", "__deepcopy__", _ATTRIBUTE):
@@ -322,6 +332,9 @@ def _install_all(model: Model, binding: ModelBinding) -> None:
     # Sub-models too: a user may call `model.backbone.predict(…)`.
     for part in models_in(model):
         _install(part, binding)
+    # First, as what is recomputed is laid out, too.
+    if binding.call_layouts:
+        layer_layouts.install(model, binding.call_layouts, binding.distribution.sharding_of_spec)
     if binding.remat:
         recomputation.install(model, binding.remat, binding.uses)
 
@@ -390,6 +403,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
             activations=distribution.activations,
             uses={id(v): uses[i] for i, v in enumerate(variables_of(copied)) if i in uses},
             remat=binding.remat,
+            call_layouts=binding.call_layouts,
         )
         return copied
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.abstraction import abstract, is_abstract
 from shardload.keras_bridge.binding import BindingSnapshot, MeshParallel, unbind, unscoped
 from shardload.keras_bridge.gathered_use import Use, gathering
+from shardload.keras_bridge.layer_layouts import CallLayouts, laid_out
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.recomputation import Recompute, recomputing
 from shardload.keras_bridge.recording import UNINITIALISED, unregistered, without_computing
@@ -159,17 +160,23 @@ def run_forward(
     training: bool,
     uses: Mapping[int, Use] | None = None,
     remat: Mapping[str, Recompute] | None = None,
+    call_layouts: Sequence[CallLayouts] = (),
     **kwargs: Any,
 ) -> tuple[Any, list[Any], Any]:
     """Call ``model`` as a pure function; return its outputs, new non-trainable values, and losses.
 
     ``state`` has the variables' values, under ``trainable`` and ``non_trainable``; ``uses`` tells which weights are
-    stored split and gathered for the call, ``remat`` what blocks recompute in the backward pass.
+    stored split and gathered for the call, ``remat`` what blocks recompute in the backward pass, and ``call_layouts``
+    how layers lay out their inputs and outputs, on the mesh of the distribution that is in effect.
     """
     if model._call_has_training_arg:
         kwargs["training"] = training
     call = gathering(model, uses, model.stateless_call) if uses and not remat else model.stateless_call
-    with recomputing(model, remat or {}, uses or {}) if remat else nullcontext():
+    with ExitStack() as stack:
+        if call_layouts:
+            stack.enter_context(laid_out(model, call_layouts, keras.distribution.distribution().sharding_of_spec))
+        if remat:
+            stack.enter_context(recomputing(model, remat, uses or {}))
         found: tuple[Any, list[Any], Any] = call(
             state["trainable"], state["non_trainable"], inputs, return_losses=True, **kwargs
         )

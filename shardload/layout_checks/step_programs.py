@@ -105,7 +105,14 @@ def program_of(
         for key, layout in (choice.uses if on_mesh else {}).items()
     }
     run = _explaining(
-        partial(run_forward, model, uses=uses, remat=choice.remat if on_mesh else None, **static),
+        partial(
+            run_forward,
+            model,
+            uses=uses,
+            remat=choice.remat if on_mesh else None,
+            call_layouts=choice.call_layouts if on_mesh else (),
+            **static,
+        ),
         f"call {model.name!r} with inputs=",
     )
 

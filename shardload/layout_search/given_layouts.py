@@ -90,7 +90,15 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axes)
     by_id = {key: placed[key] for key in variables}
-    return LayoutChoice(mesh, "search", by_id, batch_axes=plan.batch_axes, uses=uses, remat=plan.remat)
+    return LayoutChoice(
+        mesh,
+        "search",
+        by_id,
+        batch_axes=plan.batch_axes,
+        uses=uses,
+        remat=plan.remat,
+        call_layouts=plan.call_layouts,
+    )
 
 
 def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError, UsageError, WriteError
+from shardload.keras_bridge.layer_layouts import CallLayouts
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.keras_bridge.variables import numbered
 from shardload.layout_search.plan_page import plan_page
@@ -66,6 +67,10 @@ class LayoutPlan:
     remat: Mapping[str, Recompute] = field(default_factory=dict)
     """For each kind of blocks (layers that the model repeats) that recomputes values in the backward pass, by the name
     of its class: ``full``, or ``matmuls`` for all but products with weights."""
+    sequence_axes: tuple[str, ...] = ()
+    """Mesh axes that split activations along their sequence where they split no other dim of these; usually none."""
+    call_layouts: tuple[CallLayouts, ...] = ()
+    """Layouts at both ends of layers with weights, if activations are split along their sequence."""
     compiled: CompiledCheck | None = None
     """Memory and collectives of the planned step as XLA compiled it; ``None`` if it was not compiled."""
     numbers: ComparedNumbers | None = None
@@ -147,6 +152,9 @@ class LayoutPlan:
         for kind, mode in self.remat.items():
             what = "everything" if mode == "full" else "all but products with weights"
             lines.append(f"recomputed in the backward pass: {what} in each {kind}")
+        if self.sequence_axes:
+            axes = "+".join(self.sequence_axes)
+            lines.append(f"between products with weights, activations are split along their sequence over {axes}")
         lines += [*picture.layout_lines(), f"cost constants: {self._rates}", *(f"note: {note}" for note in self.notes)]
         if self.compiled is not None:
             lines.append(self.compiled.line(self.device_memory_bytes))
@@ -243,13 +251,16 @@ class LayoutPlan:
             # Plans of older versions name one axis.
             known["batch_axes"] = tuple(data["batch_axes"] if "batch_axes" in data else [known.pop("batch_axis")])
             known["notes"] = tuple(data["notes"])
+            # Plans of older versions have neither.
+            known["sequence_axes"] = tuple(data.get("sequence_axes", ()))
+            known["call_layouts"] = tuple(map(CallLayouts.from_json, data.get("call_layouts", ())))
             for name, kind in (("compiled", CompiledCheck), ("numbers", ComparedNumbers)):
                 known[name] = kind.from_json(found) if (found := data.get(name)) is not None else None
             known.pop("format")
             return cls(**known)
         except KeyError as error:
             raise LayoutError(f"Cannot read the plan: it has no {error}. {_WRITTEN}") from error
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, ValueError) as error:
             # Python's own words: "… got an unexpected keyword argument 'modl'".
             raise LayoutError(f"Cannot read the plan: a key or type is wrong ({error}). {_WRITTEN}") from error
 

@@ -32,6 +32,8 @@ class Lifetimes:
     """By ``id`` of a value: when it needs a buffer, for values with another lifetime than without recomputation."""
     again: frozenset[int] = frozenset()
     """Indices of the operations in `Program.operations` that the backward pass runs again."""
+    begins: Mapping[str, int] = field(default_factory=dict)
+    """For each block that recomputes, when its backward pass begins."""
 
     def of(self, value: Value) -> tuple[Span, ...]:
         """Return when a value needs a buffer; never, if it has none of its own."""
@@ -42,6 +44,7 @@ class Lifetimes:
 def lifetimes(traced: Traced, remat: Mapping[str, Recompute]) -> Lifetimes:
     """Return what changes if the kinds of blocks in ``remat`` recompute what it says."""
     program, spans, again = traced.program, dict[int, tuple[Span, ...]](), set[int]()
+    begin: dict[str, int] = {}
     of_block: dict[str, list[Value]] = {}
     for value in program.values:
         if value.block and value.view_of is None:
@@ -51,6 +54,7 @@ def lifetimes(traced: Traced, remat: Mapping[str, Recompute]) -> Lifetimes:
         begins = program.backward_from.get(block)
         if mode is None or begins is None:
             continue
+        begin[block] = begins
         dropped = [v for v in of_block.get(block, ()) if _is_dropped(v, mode, traced.boundary)]
         operations, inputs = _made_again(equations, dropped, mode)
         again |= operations
@@ -63,7 +67,7 @@ def lifetimes(traced: Traced, remat: Mapping[str, Recompute]) -> Lifetimes:
     # Weights need no buffer besides their own.
     for _, value in traced.weights:
         spans.pop(id(value), None)
-    return Lifetimes(dict(remat), spans, frozenset(again))
+    return Lifetimes(dict(remat), spans, frozenset(again), begin)
 
 
 def _is_dropped(value: Value, mode: Recompute, boundary: int) -> bool:

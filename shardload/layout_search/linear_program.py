@@ -20,7 +20,7 @@ import numpy as np
 
 from shardload.errors import DoesNotFitError, LayoutError
 from shardload.layout_search.plan_parts import DeviceBytes
-from shardload.layout_search.problem import Assignment, Problem, WeightKind
+from shardload.layout_search.problem import Assignment, BufferKind, Problem, WeightKind
 from shardload.layout_search.weight_options import (
     LEAST_STORED_BYTES,
     WeightOption,
@@ -37,11 +37,8 @@ _TIE_BREAK = 1e-4
 """Factor of the step time in the sum that is minimised to save memory. It is small, so that time only decides between
 solutions that need equal memory."""
 
-_Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""The activations that are stored at one moment of a step. A dim group is a number for dims that are split alike.
-
-Activations with the same dim groups are added up to one pair: these dim groups, and the sum of the bytes over all
-devices."""
+_Moment = tuple[tuple[BufferKind, float], ...]
+"""The activations that are stored at one moment of a step: for each kind, the sum of the bytes over all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +120,9 @@ class _Model:
         memory = [state]
         for moment in self.demand.buffers:
             at_moment: dict[int, float] = defaultdict(float, state)
-            for dim_groups, nbytes in moment:
-                for assignment, column in self._share(dim_groups):
-                    at_moment[column] += nbytes / self.problem.shard_count(dim_groups, assignment)
+            for kind, nbytes in moment:
+                for assignment, column in self._share(kind.all_groups):
+                    at_moment[column] += nbytes * self.problem.buffer_part(kind, assignment)
             memory.append(dict(at_moment))
         self._objective = list(self.time)
         if self.demand.minimise == "memory":
@@ -416,16 +413,16 @@ def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]
 
     The update of an optimizer is one more moment. It stores no activations, but the bytes in ``problem.update_bytes``.
     """
-    update: tuple[int, _Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
+    update: tuple[int, _Moment] = problem.update_bytes, ((BufferKind(()), float(problem.update_bytes)),)
     buffers = problem.buffers
     if buffers is None:
         return update if problem.update_bytes else (0, ())
-    shards = [problem.shard_count(k, assignment_of(problem, solution, k)) for k in buffers.dim_groups]
-    live = buffers.live(problem.traced.program.clock + 1, shards)
+    parts = [problem.buffer_part(kind, assignment_of(problem, solution, kind.all_groups)) for kind in buffers.kinds]
+    live = buffers.live(problem.traced.program.clock + 1, parts)
     at = int(np.argmax(live))
     if live[at] < problem.update_bytes:
         return update
-    # By dim groups, so that the solver can weigh what other decisions would make of the same moment.
+    # By kind, so that the solver can weigh what other decisions would make of the same moment.
     return int(live[at]), tuple(sorted(buffers.at(at).items()))
 
 

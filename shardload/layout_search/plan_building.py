@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from shardload.errors import UnsupportedError
+from shardload.keras_bridge.layer_layouts import CallLayouts
 from shardload.keras_bridge.variables import numbered
 from shardload.layout_search.layout_plan import LayoutPlan
 from shardload.layout_search.linear_program import (
@@ -27,6 +29,7 @@ from shardload.layout_search.linear_program import (
 )
 from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
 from shardload.layout_search.problem import Problem, WeightKind
+from shardload.layout_search.program import Factors, Read, Value
 from shardload.layout_search.tracing import input_summary, line_of
 from shardload.layout_search.weight_options import LEAST_STORED_BYTES, WeightOption, weight_exchanges
 from shardload.layouts.kv_cache import KvCache
@@ -61,6 +64,8 @@ def plan_of_solution(
         decisions=tuple(_decisions(problem, demand, solution, names)),
         constants=dataclasses.asdict(problem.hardware),
         remat=dict(problem.lifetimes.remat),
+        sequence_axes=() if problem.sequence is None else problem.sequence.axes,
+        call_layouts=tuple(call_layouts(problem, solution)),
         notes=tuple(_notes(model, problem, solution, inputs, batch_axes)),
     )
 
@@ -141,14 +146,62 @@ def _used_specs(problem: Problem, solution: Solution) -> Iterator[tuple[int, Spe
             )
 
 
+def call_layouts(problem: Problem, solution: Solution) -> Iterator[CallLayouts]:
+    """Yield the layouts at both ends of layers with weights, if activations are split along their sequence."""
+    if problem.sequence is None:
+        return
+    program, axes = problem.traced.program, {*problem.sequence.axes}
+    reads: dict[int, list[Read]] = defaultdict(list)
+    for read in program.reads:
+        reads[id(read.value.base)].append(read)
+
+    def split(dims: Factors) -> bool:
+        groups = problem.groups_of(dims)
+        return bool(axes & {*problem.axes_of(groups, assignment_of(problem, solution, groups))})
+
+    found: dict[tuple[str, bool, int], set[tuple[Spec, ...]]] = defaultdict(set)
+    for call in program.calls:
+        if call.inputs is not None and problem.in_sequence(call.inputs):
+            whole = any(r.operation in call.operations and split(r.dims) for r in reads[id(call.inputs.base)])
+            specs = (_activation_spec(problem, solution, call.inputs, whole=whole),)
+            found[call.layer, False, len(call.inputs.shape)].add(specs)
+        if call.outputs is not None and problem.in_sequence(call.outputs):
+            # Looked-up rows are added up first: for rows that are split along the sequence, XLA gathers the embedding.
+            lookups = (program.operations[i] for i in call.operations if program.operations[i].name == "gather")
+            added = any(split(e.split) for lookup in lookups for e in lookup.exchanges)
+            before, after = (_activation_spec(problem, solution, call.outputs, whole=w) for w in (True, False))
+            both = added and before != after
+            found[call.layer, True, len(call.outputs.shape)].add((before, after) if both else (after,))
+    for (layer, is_output, _), ways in found.items():
+        # A layer that is called in several ways gets none of them.
+        if len(ways) == 1:
+            yield CallLayouts(layer, is_output, ways.pop())
+
+
+def _activation_spec(problem: Problem, solution: Solution, value: Value, *, whole: bool) -> Spec:
+    """Return which axes split each dim of an activation; its sequence, if it is not to be ``whole``."""
+    groups = problem.groups_of(value.factors)
+    assignment = assignment_of(problem, solution, groups)
+    along = () if whole or problem.sequence is None else problem.sequence_axes(groups, assignment)
+    spec: list[tuple[str, ...]] = []
+    for dim in value.dims:
+        own = problem.groups_of(dim)
+        axes = tuple(itertools.chain(*(problem.axes_of((k,), assignment) for k in own)))
+        if along and problem.sequence is not None and problem.sequence.dim_groups & {*own}:
+            # The first dim of several, as in scores of attention.
+            axes, along = (*axes, *along), ()
+        spec.append(axes)
+    return tuple(spec)
+
+
 def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for work in problem.work:
         assignment = assignment_of(problem, solution, work.all_groups)
         for exchange in work.exchanges:
-            axes, seconds, nbytes = problem.exchange(exchange, assignment)
-            if axes:
-                entry = found[exchange.kind, "+".join(axes)]
+            kind, axes, seconds, nbytes = problem.exchange(exchange, work, assignment)
+            if axes and not any((k, axis) in solution.split for k in exchange.same_as for axis in axes):
+                entry = found[kind, "+".join(axes)]
                 entry[0] += work.count
                 entry[1] += work.count * nbytes
                 entry[2] += work.count * seconds
@@ -157,7 +210,7 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
             # An exchange that falls away counts negative, against the one in `problem.work`.
             entry, members = found[each.kind, "+".join(each.axes)], len(weight.members)
             entry[0] += members * each.count
-            entry[1] += members * each.nbytes
+            entry[1] += members * abs(each.count) * each.nbytes
             entry[2] += members * each.seconds
     return [PlannedExchange(kind, axis, int(n), round(b), s) for (kind, axis), (n, b, s) in sorted(found.items())]
 

@@ -338,6 +338,7 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     flops = 2 * math.prod(made.shape) * math.prod(left.shape[d] for d in left_sum)
     program.store(left, right, made)
     program.work("dot", made.factors + summed, flops=flops, nbytes=made.nbytes, exchanges=exchanges)
+    program.read(left, right)
     return [made]
 
 
@@ -456,4 +457,5 @@ def scatter(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     exchanges = [Exchange("all-reduce", dim, made.nbytes, made.factors) for dim in spread]
     program.store(made)
     program.work("scatter", made.factors, nbytes=updates.nbytes, exchanges=exchanges)
+    program.read(updates)
     return [made]

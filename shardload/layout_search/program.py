@@ -28,7 +28,7 @@ from typing import Any, Literal
 Factors = tuple[int, ...]
 """The numbers of the factors of a dim, the major one first. ``()`` stands for a dim that is never split, such as each
 dim of length 1."""
-CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,8 @@ class Value:
     """Whether the value is a product without batch dims, as of activations with a weight."""
     forward_use: int = 0
     """When the forward pass reads the value for the last time."""
+    from_weights: bool = False
+    """Whether the value depends on weights, unlike a mask or the positions of tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,12 @@ class Value:
         """The value before casts and reshapes that kept the shape: for a weight cast to bfloat16, the weight."""
         before = self.view_of if self.cast_of is None else self.cast_of
         return self if before is None or before.shape != self.shape else before.origin
+
+    @property
+    def base(self) -> Value:
+        """The value before all casts and reshapes."""
+        before = self.view_of if self.cast_of is None else self.cast_of
+        return self if before is None else before.base
 
     @property
     def root(self) -> Value:
@@ -95,6 +103,11 @@ class Exchange:
     unless: Factors = ()
     """Factors, each of which must be split into single entries for the collective to be unnecessary. A dim that is
     merged from two can be split along the second only if it is fully split along the first. Empty: no exception."""
+    along_sequence: bool = False
+    """Whether the result is split along its sequence, and gathered if one of ``split`` is split over the same axes."""
+    same_as: Factors = ()
+    """If an axis splits one of these, another gather along the sequence has the same result, and this one is not run.
+    The solver counts it even so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,25 @@ class Operation:
     nbytes: float
     """Bytes written to memory over all devices."""
     exchanges: tuple[Exchange, ...] = ()
+    from_weights: bool = False
+    """Whether an operand depends on weights."""
+    minor: Factors = ()
+    """Factors of operands' dims that come after another one in their dim: alone, they are no ranges of its entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An operation reads a value, and may have dims that the value does not have, as a product has."""
+
+    value: Value
+    dims: Factors
+    """The factors of all dims of the operation."""
+    operation: int
+    """Index of the operation in `Program.operations`."""
+    clock: int
+    block: str
+    """The block of the model (a repeated layer) to whose forward or backward pass the operation belongs."""
+    in_backward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +151,17 @@ class Lookup:
     """The dim of the embedding along which the indices count: usually 0, its rows."""
     indices: Value
     rows: Value
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One call of a layer: its first argument and its result, as far as each is an array that the program has."""
+
+    layer: str
+    inputs: Value | None = None
+    outputs: Value | None = None
+    operations: range = range(0)
+    """Indices of its operations in `Program.operations`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +192,14 @@ class Program:
     """How often each JAX primitive occurs that has no rule in `primitives`: a plan has a note on each of them."""
     estimated: Counter[str] = field(default_factory=Counter)
     """How often operations occur for which XLA has several ways to exchange data, and a plan may count another one."""
+    reads: list[Read] = field(default_factory=list)
+    """Which products and sums of updates read which values."""
+    calls: list[LayerCall] = field(default_factory=list)
+    """The calls of layers with weights of their own, in order."""
+    from_weights: bool = False
+    """Whether an operand of the current equation depends on weights."""
+    minor: Factors = ()
+    """Factors of the current equation's operands that come after another one in their dim."""
     clock: int = 0
     block: str = ""
     """The block of the model (a repeated layer) to whose forward or backward pass the current equation belongs."""
@@ -290,7 +341,15 @@ class Program:
         n = self._repeat
         # A dim of length 1 is never split, so it causes no exchange.
         grown = tuple(Exchange(e.kind, e.split, e.nbytes * n, e.dims, e.unless) for e in exchanges if e.split)
-        self.operations.append(Operation(name, dims, flops * n, nbytes * n, grown))
+        self.operations.append(Operation(name, dims, flops * n, nbytes * n, grown, self.from_weights, self.minor))
+
+    def read(self, *values: Value) -> None:
+        """Record that the last operation reads values, which may have to be gathered for it."""
+        at = len(self.operations) - 1
+        for value in values:
+            self.reads.append(
+                Read(value, self.operations[at].dims, at, self.clock, self.block, in_backward=self.in_backward)
+            )
 
     def record(self, operands: Sequence[Value], results: Sequence[Value], operations: range) -> None:
         """Record an equation of a block, from which it is found out what recomputing its values takes."""

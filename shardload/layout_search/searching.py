@@ -17,11 +17,13 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 from shardload.errors import DoesNotFitError, LayoutError, UsageError, did_you_mean
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.layout_search.given_layouts import fixed_specs
+from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.layout_plan import LayoutPlan
 from shardload.layout_search.linear_program import Demand, Solution, optimum, splits_part_of_axis
 from shardload.layout_search.optimizer_memory import checked_optimizer, memory_of_optimizer
 from shardload.layout_search.plan_building import plan_of_solution
-from shardload.layout_search.problem import Hardware, Problem, divided_mesh, make_problem
+from shardload.layout_search.problem import Problem
+from shardload.layout_search.problem_making import divided_mesh, make_problem
 from shardload.layout_search.tracing import (
     Traced,
     check_rows,
@@ -47,6 +49,8 @@ MAX_DEVICES = 4096
 REMATS = ("auto", "none", "matmuls", "full")
 """What blocks may recompute: what is fastest within the limit; nothing; all but products with weights; everything."""
 Remat = Literal["auto", "none", "matmuls", "full"] | Mapping[str, Literal["none", "matmuls", "full"]]
+SequenceParallel = Literal["auto"] | bool
+"""Whether activations are split along their sequence over the axes for weights; ``auto``: if it is needed to fit."""
 _MOST_MIXED = 2
 """A search tries to recompute different values in blocks of different kinds if it has at most so many kinds."""
 
@@ -69,6 +73,15 @@ class SearchOptions(StepOptions, total=False):
     pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None
     batch_axis: str | Sequence[str] | None
     remat: Remat
+    sequence_parallel: SequenceParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What a search may do so that activations need less memory."""
+
+    remat: Remat = "auto"
+    sequence_parallel: SequenceParallel = "auto"
 
 
 def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOptions]) -> LayoutPlan:
@@ -105,6 +118,9 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
             pass instead of keeping it: ``none``, ``matmuls`` (all but products with weights) or ``full``; or that for
             each kind, by the name of its class. By default ``auto``: what is fastest within the limit; without one,
             ``none``.
+        sequence_parallel (str | bool): Whether the axes for weights split activations along their sequence between the
+            products with weights, in training (Megatron's sequence parallelism). By default ``"auto"``: if a step does
+            not fit otherwise.
 
     Raises:
         DoesNotFitError: When no layout keeps the limit; the message says which limit is enough.
@@ -125,14 +141,15 @@ class MeshSearch:
         check_positive(device_memory_bytes=options.get("device_memory_bytes"))
         self.mesh.check_no_stages()
         self.batch_axes = batch_axes_of(self.mesh, options.get("batch_axis"))
-        self.pins, self.remat = options.get("pins"), checked_remat(options.get("remat", "auto"))
+        self.pins = options.get("pins")
+        self.saving = checked_saving(options.get("remat", "auto"), options.get("sequence_parallel", "auto"))
         rows = BATCH_PER_POSITION * math.prod(map(self.mesh.axis_size, self.batch_axes))
         self.step = traced_step(model, self.mesh, options, rows=rows)
 
     def within(self, limit: int | None) -> LayoutPlan:
         """Return the best plan that needs at most ``limit`` bytes on each device."""
         return self.step.on(
-            self.mesh, device_memory_bytes=limit, pins=self.pins, batch_axes=self.batch_axes, remat=self.remat
+            self.mesh, device_memory_bytes=limit, pins=self.pins, batch_axes=self.batch_axes, saving=self.saving
         )
 
 
@@ -176,27 +193,27 @@ class LayoutSearch:
         device_memory_bytes: int | None,
         batch_axes: Sequence[str] | None = None,
         pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
-        remat: Remat = "auto",
+        saving: Saving = Saving(),
     ) -> LayoutPlan:
         """Return the best plan for the step on a mesh, within ``device_memory_bytes`` per device unless ``None``."""
         if isinstance(pins, LayoutPlan) and mesh.parts_in(pins.mesh) is not None:
             mesh = pins.mesh
         axes = mesh.batch_axes if batch_axes is None else tuple(batch_axes)
         limit = None if device_memory_bytes is None else int(device_memory_bytes)  # JSON has no integers of NumPy
-        return self._plan(self._fastest(_Asked(mesh, axes, fixed_specs(self.model, mesh, pins), limit), remat))
+        return self._plan(self._fastest(_Asked(mesh, axes, fixed_specs(self.model, mesh, pins), limit), saving))
 
     def fastest_of(
-        self, meshes: Iterable[MeshSpec], device_memory_bytes: int, *, remat: Remat = "auto"
+        self, meshes: Iterable[MeshSpec], device_memory_bytes: int, *, saving: Saving = Saving()
     ) -> LayoutPlan | None:
         """Return the best plan on the mesh of ``meshes`` where it is fastest, or ``None`` if it fits on none."""
         found = []
         for mesh in meshes:
             asked = _Asked(mesh, mesh.batch_axes, fixed_specs(self.model, mesh, None), device_memory_bytes)
             with suppress(DoesNotFitError):
-                # What does not fit if blocks recompute everything does not fit otherwise.
-                if remat == "auto" and self.recorded.training:
-                    self._fastest(asked, "full")
-                found.append(self._fastest(asked, remat))
+                # What does not fit if everything is done to save memory does not fit otherwise.
+                if saving == Saving() and self.recorded.training:
+                    self._fastest(asked, Saving("full", sequence_parallel=True))
+                found.append(self._fastest(asked, saving))
         return self._plan(min(found, key=lambda one: one.step_s)) if found else None
 
     def _plan(self, found: _Fastest) -> LayoutPlan:
@@ -211,8 +228,8 @@ class LayoutSearch:
                 limit=found.asked.limit,
             )
 
-    def _fastest(self, asked: _Asked, remat: Remat) -> _Fastest:
-        """Return the fastest solution within the limit, of all that blocks may recompute; raise if none fits."""
+    def _fastest(self, asked: _Asked, saving: Saving) -> _Fastest:
+        """Return the fastest solution within the limit, of all ways to save memory; raise if none fits."""
         mesh = asked.mesh
         mesh.check_no_stages()
         with collector_paused():
@@ -220,38 +237,67 @@ class LayoutSearch:
                 self._traced = trace(self.recorded)
             divided = divided_mesh(self._traced, mesh, batch_axes=asked.batch_axes)
             found, failed = list[_Fastest](), list[DoesNotFitError]()
-            for kinds in self._rematerialised(remat, limited=asked.limit is not None):
+            for kinds, split_sequence in self._ways(saving, divided, asked):
                 try:
-                    found.append(self._solved(divided, asked, kinds))
+                    found.append(self._solved(divided, asked, kinds, split_sequence))
                 except DoesNotFitError as error:
                     failed.append(error)
                 # Nothing is faster than to recompute nothing, unless weights are stored split to make room.
                 if found and not any(option.stored for option in found[-1].solution.options):
                     break
             if not found:
-                raise self._with_advice(min(failed, key=lambda error: error.least_bytes), divided, asked, remat)
+                raise self._with_advice(min(failed, key=lambda error: error.least_bytes), divided, asked, saving)
             best = min(found, key=lambda one: one.step_s)
             # Parts of an axis are of use only if one of them splits a weight without the other.
             if divided != mesh and not splits_part_of_axis(best.problem, best.solution, mesh.parts_in(divided) or {}):
                 with suppress(DoesNotFitError):
-                    return self._solved(mesh, asked, best.problem.lifetimes.remat)
+                    return self._solved(mesh, asked, best.problem.lifetimes.remat, best.problem.sequence is not None)
             return best
 
-    def _with_advice(self, error: DoesNotFitError, mesh: MeshSpec, asked: _Asked, remat: Remat) -> DoesNotFitError:
-        """Return the error of a search, which says what recomputing everything would need if less was tried."""
+    def _ways(self, saving: Saving, mesh: MeshSpec, asked: _Asked) -> Iterator[tuple[Mapping[str, Recompute], bool]]:
+        """Yield what to try: what blocks recompute, and whether activations are split along their sequence."""
+        limited, split = asked.limit is not None, saving.sequence_parallel
+        may_split = self._may_split_sequence(mesh, asked)
+        for at, kinds in enumerate(self._rematerialised(saving.remat, limited=limited)):
+            if split != "auto":
+                yield kinds, split and may_split
+                continue
+            # First as XLA does it by itself. If that does not fit, a split of the sequence needs less memory, and no
+            # more time where sums are scattered.
+            if at == 0 or not may_split or not self.hardware.reduce_scatter:
+                yield kinds, False
+            if limited and may_split:
+                yield kinds, True
+
+    def _may_split_sequence(self, mesh: MeshSpec, asked: _Asked) -> bool:
+        """Whether a step of training has activations with a sequence that axes for weights can split."""
+        assert self._traced is not None
+        axes = [a for a in mesh.axes_of("model") if a not in asked.batch_axes]
+        parts = math.prod(map(mesh.axis_size, axes))
+        program = self._traced.program
+        lengths = [math.prod(map(program.length, program.factors(dim))) for dim in self._traced.sequences]
+        return self._traced.training and parts > 1 and any(n % parts == 0 for n in lengths)
+
+    def _with_advice(self, error: DoesNotFitError, mesh: MeshSpec, asked: _Asked, saving: Saving) -> DoesNotFitError:
+        """Return the error of a search, which says what would need less if less was tried than there is."""
         everything = next(self._rematerialised("full", limited=True))
-        if remat in ("auto", "full") or not everything or asked.limit is None:
+        may_split = self._may_split_sequence(mesh, asked)
+        tries_all = saving.remat in ("auto", "full") or not everything
+        if (tries_all and (saving.sequence_parallel or not may_split)) or asked.limit is None:
             return error
         try:
-            self._solved(mesh, asked, everything)
+            self._solved(mesh, asked, everything, may_split)
             needed = asked.limit
         except DoesNotFitError as other:
             needed = other.least_bytes
         if needed >= error.least_bytes:
             return error
-        said = f"{error.problem}. Recomputing everything in blocks needs {format_bytes_up(needed)} (--remat full)"
+        flags = " ".join(
+            ["--remat auto"] * (not tries_all) + ["--sequence-parallel auto"] * (not saving.sequence_parallel)
+        )
+        said = f"{error.problem}. With everything done to save memory, it needs {format_bytes_up(needed)} ({flags})"
         if needed == asked.limit:
-            said = f"{error.problem}. It fits if blocks recompute (--remat auto)"
+            said = f"{error.problem}. It fits with {flags}"
         return DoesNotFitError(said, least_bytes=error.least_bytes)
 
     def _rematerialised(self, remat: Remat, *, limited: bool) -> Iterator[Mapping[str, Recompute]]:
@@ -273,7 +319,13 @@ class LayoutSearch:
             for one in tried:
                 yield {kind: mode for kind, mode in one.items() if mode != "none"}
 
-    def _solved(self, mesh: MeshSpec, asked: _Asked, remat: Mapping[str, Recompute]) -> _Fastest:
+    def _solved(
+        self,
+        mesh: MeshSpec,
+        asked: _Asked,
+        remat: Mapping[str, Recompute],
+        split_sequence: bool,
+    ) -> _Fastest:
         """Search on a mesh that may have parts of the axes of the mesh that was asked for."""
         assert self._traced is not None
         parts = asked.mesh.parts_in(mesh) or {}
@@ -290,6 +342,7 @@ class LayoutSearch:
             optimizer=self.optimizer_memory,
             asked=asked.mesh,
             remat=remat,
+            split_sequence=split_sequence,
         )
         return _Fastest(asked, problem, *optimum(problem, asked.limit))
 
@@ -360,7 +413,7 @@ def search_smallest_mesh(
 
 
 def smallest_mesh_plan(
-    search: LayoutSearch, device_memory_bytes: int, max_devices: int, *, remat: Remat = "auto"
+    search: LayoutSearch, device_memory_bytes: int, max_devices: int, *, saving: Saving = Saving()
 ) -> LayoutPlan | None:
     """Return the plan on the smallest mesh on which a traced step fits into memory, or ``None`` if it fits on none."""
     if search.optimizer_memory.update_bytes >= device_memory_bytes:
@@ -383,7 +436,7 @@ def smallest_mesh_plan(
         # Only meshes whose axes divide the rows, and the length of some dim.
         useful = [(b, m) for b, m in sizes if rows % b == 0 and (m == 1 or any(n % m == 0 for n in lengths))]
         meshes = (MeshSpec(DEFAULT_AXES, one) for one in useful)
-        if (plan := search.fastest_of(meshes, device_memory_bytes, remat=remat)) is not None:
+        if (plan := search.fastest_of(meshes, device_memory_bytes, saving=saving)) is not None:
             return plan
     return None
 
@@ -409,8 +462,16 @@ def batch_axes_of(mesh: MeshSpec, given: str | Sequence[str] | None) -> tuple[st
     return mesh.batch_axes if given is None else tuple(axis for axis in mesh.axes if axis in axes)
 
 
-def checked_remat(remat: Any) -> Remat:
-    """Return what blocks are to recompute; raise if it is none of `REMATS` and no mapping to them."""
+def checked_saving(remat: Any, sequence_parallel: Any) -> Saving:
+    """Return what a search may do to save memory; raise if one of the arguments is not among the known values."""
+    if not (isinstance(sequence_parallel, bool) or sequence_parallel == "auto"):
+        raise UsageError(
+            f"Cannot plan with sequence_parallel={sequence_parallel!r:.60}: expected 'auto', True or False"
+        )
+    return Saving(_checked_remat(remat), sequence_parallel)
+
+
+def _checked_remat(remat: Any) -> Remat:
     given = list(remat.values()) if isinstance(remat, Mapping) else [remat]
     allowed = REMATS[1:] if isinstance(remat, Mapping) else REMATS
     for mode in given:

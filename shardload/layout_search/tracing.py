@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload.errors import LayoutError
-from shardload.keras_bridge.calls import arguments_of_call
+from shardload.keras_bridge.calls import arguments_of_call, stateless
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.layer_layouts import call_of_name, marked_calls
 from shardload.keras_bridge.recomputation import block_kinds
 from shardload.layout_search import primitives
 from shardload.layout_search.primitives import PrimitiveRule, fresh, itemsize
-from shardload.layout_search.program import Factors, Program, Value
+from shardload.layout_search.program import Factors, LayerCall, Program, Value
 from shardload.layouts.model_variables import nested_layers
 from shardload.units import check_kind, check_no_iterator
 
@@ -52,6 +54,8 @@ class Traced:
     """The names of the layers that the model repeats, each with the name of its class."""
     boundary: int = 0
     """When the forward pass ends."""
+    sequences: tuple[Factors, ...] = ()
+    """The second dims of inputs that are sequences, such as token ids: those of an encoder and a decoder may differ."""
 
 
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
@@ -165,7 +169,9 @@ def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mappin
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     step = _step(model, leaves, structure, training=training)
     try:
-        closed = jax.make_jaxpr(jax.value_and_grad(step) if training and trainable else step)(*state, arrays)
+        # A model on a mesh may recompute, or lay out calls of its layers: a new plan does not know of that.
+        with stateless(model), marked_calls(model):
+            closed = jax.make_jaxpr(jax.value_and_grad(step) if training and trainable else step)(*state, arrays)
     # Of any kind: the trace runs the user's own call.
     except Exception as error:
         raise LayoutError(
@@ -198,6 +204,8 @@ def trace(recorded: Recorded) -> Traced:
     program = Program()
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))
+    for _, value in weights:
+        value.from_weights = True
     program.store(*values)
     # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
     batch: Factors = ()
@@ -212,11 +220,29 @@ def trace(recorded: Recorded) -> Traced:
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
     program.source = None
+    sequences = _sequences(program, recorded.closed, values, len(weights))
+    if recorded.training and recorded.trainable:
+        # A weight may have the dim of a sequence, as a table of positions: it is not split as activations are.
+        program.from_weights, program.minor = True, ()
+        for gradient in results[-recorded.trainable :]:
+            for at, dim in enumerate(gradient.dims):
+                if {*program.factors(dim)} & {*itertools.chain(*sequences)}:
+                    program.need_whole(gradient, at, why="gradient")
     # The other dims come whole. XLA gathers a weight that is split along one instead of splitting the input.
     for value in values[len(weights) :]:
         for dim in value.dims[1:]:
             program.mark_sliced(dim)
-    return Traced(program, weights, batch, recorded.training, recorded.blocks, results[0].born)
+    return Traced(program, weights, batch, recorded.training, recorded.blocks, results[0].born, sequences)
+
+
+def _sequences(program: Program, closed: ClosedJaxpr, values: Sequence[Value], weights: int) -> tuple[Factors, ...]:
+    """Return the dims of inputs that are sequences: the second of token ids, or of vectors for each position."""
+    found: dict[Factors, None] = {}
+    for var, value in zip(closed.jaxpr.invars[weights:], values[weights:], strict=True):
+        is_ids = len(value.shape) == 2 and not jnp.issubdtype(var.aval.dtype, jnp.inexact)
+        if is_ids or len(value.shape) == 3:
+            found[program.factors(value.dims[1])] = None
+    return tuple(dim for dim in found if dim)
 
 
 def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> Any:
@@ -271,12 +297,34 @@ def read_program(
             # Programs inside an equation have names of their own, if any: they belong where the equation does.
             program.block, program.in_backward = _block_of(str(eqn.source_info.name_stack), blocks)
         first = len(program.operations)
+        program.from_weights = any(v.from_weights for v in operands)
+        program.minor = tuple(itertools.chain(*(dim[1:] for v in operands for dim in v.dims)))
         results = _equation(program, eqn, operands)
+        for made in results:
+            made.from_weights |= any(v.from_weights for v in operands)
+        if eqn.primitive.name == "name":
+            _record_call(program, str(eqn.params["name"]), results[0])
         program.use(*operands)
         program.record(operands, results, range(first, len(program.operations)))
         known.update(zip(eqn.outvars, results, strict=True))
     program.block, program.in_backward = outside
     return [value(v) for v in jaxpr.outvars]
+
+
+def _record_call(program: Program, name: str, value: Value) -> None:
+    """Record a value that `marked_calls` has named as the input or the output of a layer's call."""
+    if (found := call_of_name(name)) is None or program.in_backward:
+        return
+    (layer, is_output), done = found, len(program.operations)
+    if not is_output:
+        program.calls.append(LayerCall(layer, inputs=value, operations=range(done, done)))
+        return
+    # Layers with weights of their own may be in each other: the last call that has not ended is the innermost.
+    call = next((c for c in reversed(program.calls) if c.layer == layer and c.outputs is None), None)
+    if call is None:
+        call = LayerCall(layer, operations=range(done, done))
+        program.calls.append(call)
+    call.outputs, call.operations = value, range(call.operations.start, done)
 
 
 def line_of(source: Any) -> str | None:

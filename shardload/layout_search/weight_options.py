@@ -133,15 +133,14 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
     hardware, sizes = problem.hardware, problem.sizes
     local = weight.nbytes / problem.shard_count(weight.all_groups, option.assignment)
     local /= math.prod(sizes[axis] for axis, _ in option.stored)
-    # Gathered weights are not kept for the backward pass: if it reads them, they are gathered again.
-    times = 2 if problem.traced.training and weight.in_backward else 1
     for dim in reversed(range(len(weight.shape))):
         axes = tuple(axis for axis, of_dim in option.stored if of_dim == dim)
-        if axes:
+        if axes and weight.passes:
             size = math.prod(sizes[axis] for axis in axes)
             local *= size
             seconds = hardware.exchange_s("all-gather", local, axes=axes, size=size)
-            yield WeightExchange("all-gather", axes, times, local, times * seconds)
+            # Gathered weights are not kept for the backward pass.
+            yield WeightExchange("all-gather", axes, weight.passes, local, weight.passes * seconds)
 
 
 def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from shardload.errors import MeshError
+from shardload.keras_bridge.layer_layouts import CallLayouts
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.keras_bridge.variables import has_value, numbered, sharding_of, value_of
@@ -67,6 +68,8 @@ class LayoutChoice:
     ``by_id`` has the stored layout, which splits such a variable over more mesh axes. Each step gathers it for use."""
     remat: Mapping[str, Recompute] = field(default_factory=dict)
     """For each kind of blocks that recomputes values in the backward pass (by class name), which: see `LayoutPlan`."""
+    call_layouts: tuple[CallLayouts, ...] = ()
+    """Layouts at both ends of layers with weights, if a plan splits activations along their sequence."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
     from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardload.layout_checks.hlo import Collective, collectives_in
     from shardload.layout_checks.numbers import NumbersCheck, check_numbers
     from shardload.layout_checks.placement import Misplaced, SetupReport, check_placement
+    from shardload.layout_search.hardware import Hardware
     from shardload.layout_search.layout_plan import LayoutPlan
-    from shardload.layout_search.problem import Hardware
     from shardload.layout_search.searching import search, search_smallest_mesh
     from shardload.layouts.choice import LayoutChoice, VariableLayout
     from shardload.parallel.choosing import MeshFit, autoconfig, choose, fit, search_compiled, smallest_mesh

@@ -208,6 +208,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             activations=choice.activations,
             uses=choice.uses,
             remat=choice.remat,
+            call_layouts=choice.call_layouts,
         )
         abstraction.initialise(new)
         self._choices[model] = choice

@@ -129,6 +129,7 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
                 activations=prepared.layouts.activations,
                 uses=prepared.layouts.uses,
                 remat=prepared.layouts.remat,
+                call_layouts=prepared.layouts.call_layouts,
             )
         yield assigner
     except BaseException as error:

@@ -22,6 +22,8 @@ from shardload.layout_search.searching import (
     MAX_DEVICES,
     LayoutSearch,
     Remat,
+    Saving,
+    SequenceParallel,
     check_positive,
     smallest_mesh_plan,
 )
@@ -53,6 +55,13 @@ class StepSpec:
     """What blocks of the model compute again in the backward pass, instead of keeping it."""
     microbatches: int = 1
     """Into how many parts the batch is divided, one after the other, before the weights are updated."""
+    sequence_parallel: SequenceParallel = "auto"
+    """Whether axes for weights split activations along their sequence, between products with weights."""
+
+    @property
+    def saving(self) -> Saving:
+        """What the search may do to save memory."""
+        return Saving(self.remat, self.sequence_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,7 @@ class _Planning:
 
     def _searched(self, search: LayoutSearch, limit: int | None) -> LayoutPlan:
         with self._stage("search", f"Searching layouts on {self.mesh}"):
-            return search.on(self.mesh, device_memory_bytes=limit, remat=self.step.remat)
+            return search.on(self.mesh, device_memory_bytes=limit, saving=self.step.saving)
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
         """Return the plan for the smallest mesh with enough memory, else ``plan``; ``None`` without a memory limit."""
@@ -209,7 +218,7 @@ class _Planning:
         with self._stage("smallest", "Looking for the smallest mesh"):
             # The plan fits its own mesh, so only smaller ones are of interest; without a plan, any mesh is.
             most = MAX_DEVICES if plan is None else plan.mesh.size - 1
-            return smallest_mesh_plan(search, limit, most, remat=self.step.remat) or plan
+            return smallest_mesh_plan(search, limit, most, saving=self.step.saving) or plan
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
         """Search a plan and compile its step; if it needs too much memory, search again with a lower limit."""

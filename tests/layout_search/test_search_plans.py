@@ -85,7 +85,8 @@ def test_where_memory_is_plenty_and_links_are_slow_everything_is_replicated(bloc
 
 def test_a_memory_limit_is_kept_by_splitting_what_costs_least(block):
     loose = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=2**30)
-    tight = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=37 * MIB)
+    options = {"device_memory_bytes": 37 * MIB, "sequence_parallel": False}
+    tight = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", **options)
     assert tight.device.total <= 37 * MIB < loose.device.total and tight.step_s >= loose.step_s
 
 
@@ -142,10 +143,12 @@ def test_a_dim_that_the_program_takes_apart_is_noted_with_the_line():
 
 def test_what_does_not_fit_is_told_what_would_help_most(block):
     find = partial(search, block.model, MESH, inputs=block.inputs, optimizer="adamw")
+    whole = partial(find, sequence_parallel=False)
     free = find(remat="none").device
-    with pytest.raises(DoesNotFitError, match=r"It fits if blocks recompute \(--remat auto\)"):
-        find(remat="none", device_memory_bytes=free.total - free.activations // 10)
-    with pytest.raises(DoesNotFitError, match=r"Recomputing everything in blocks needs [\d.]+ MiB \(--remat full\)"):
+    limit = free.total - free.activations // 10
+    with pytest.raises(DoesNotFitError, match=r"It fits with --remat auto --sequence-parallel auto"):
+        whole(remat="none", device_memory_bytes=limit)
+    with pytest.raises(DoesNotFitError, match=r"With everything done to save memory, it needs .*\(--remat auto\)"):
         find(remat="none", device_memory_bytes=MIB)
     said = r"although each MultiHeadAttention recomputes everything\. .*about [\d.]+ MiB \(plan --microbatches 2\)"
     with pytest.raises(DoesNotFitError, match=said):
@@ -361,7 +364,7 @@ def test_the_opposite_of_a_decision_keeps_the_limit_too(block, limit, fits):
     # Of an input, nothing but the batch is split; of what a layer makes of it, the residual stream could be.
     inputs = keras.Input((128, 64))
     model = keras.Model(inputs, block.model(keras.layers.Dense(256, name="embed")(inputs)))
-    plan = search(model, MESH, batch=16, optimizer="adamw", device_memory_bytes=limit)
+    plan = search(model, MESH, batch=16, optimizer="adamw", device_memory_bytes=limit, sequence_parallel=False)
     # With the residual stream split over the model axis, activations need 64 MiB.
     opposite_s = {d.dims[0]: d.opposite_s for d in plan.decisions}
     assert (opposite_s["embed/kernel[1]"] is not None) is fits

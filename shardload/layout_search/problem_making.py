@@ -1,0 +1,356 @@
+"""Make the problem of a traced program: find the dims that play the same part, and merge equal work and weights.
+
+A *dim group*, identified by a number, is what a plan decides about: an axis splits all its dims or none. It joins all
+factors of the traced program that play the same part, such as those of the hidden dims of all layers of a transformer.
+Equal operations and equal weights are merged, too. So the size of the problem depends on how many different layers a
+model has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardload.keras_bridge.recomputation import Recompute
+from shardload.layout_search.hardware import Hardware
+from shardload.layout_search.lifetimes import Lifetimes, lifetimes
+from shardload.layout_search.optimizer_memory import OptimizerMemory, Slot
+from shardload.layout_search.problem import (
+    NO_USE,
+    BufferKind,
+    Buffers,
+    EmbeddingUse,
+    Problem,
+    SequenceSplit,
+    WeightKind,
+    WorkKind,
+)
+from shardload.layout_search.program import Exchange, Factors, Operation, Program, Value
+from shardload.layout_search.tracing import Traced
+from shardload.sharding.layout import Spec
+from shardload.sharding.mesh import MeshSpec
+
+_LEAST_DECIDED_BYTES = 1 << 10
+"""A search makes no decision about dims that only variables of fewer bytes have, such as seeds of layers."""
+_ROUNDS = 3
+"""In how many rounds a search compares factors (which dims that must be split alike share), to find those that play the
+same part in equal layers. The first round compares the operations and weights that have the factors. Each later round
+goes one step further: to the operations and weights that share other factors with these. Factors that no round tells
+apart become one decision: a mesh axis splits all of them or none."""
+
+
+def make_problem(
+    traced: Traced,
+    mesh: MeshSpec,
+    hardware: Hardware,
+    *,
+    batch_axes: Sequence[str],
+    pins: Mapping[int, Spec],
+    optimizer: OptimizerMemory,
+    asked: MeshSpec | None = None,
+    remat: Mapping[str, Recompute] | None = None,
+    split_sequence: bool = False,
+) -> Problem:
+    """Turn a traced program into decisions and costs for the solver; ``pins`` are fixed layouts by ``id(variable)``.
+
+    With ``split_sequence``, activations are split along their sequence wherever the axes for weights split no other dim
+    of theirs.
+    """
+    program = traced.program
+    dim_groups = _dim_groups(traced)
+    length = {dim_group: program.length(factor) for factor, dim_group in dim_groups.items()}
+    sizes = {axis: mesh.axis_size(axis) for axis in mesh.axes}
+    problem = Problem(
+        mesh,
+        asked or mesh,
+        hardware,
+        traced,
+        dim_groups,
+        length,
+        (),
+        (),
+        frozenset(),
+        {},
+        lifetimes(traced, remat or {}),
+        update_bytes=optimizer.update_bytes,
+        sizes=sizes,
+    )
+    # Decided beforehand: the batch axes split the batch, as far as they divide.
+    batch = problem.groups_of(traced.batch)
+    problem.pinned = _batch_split(problem, batch, batch_axes)
+    # An axis can split one dim of a tensor. So two dim groups in one tensor exclude each other on an axis, and one that
+    # a tensor has twice (a square kernel within a residual stream) cannot be split at all.
+    tuples = {tuple(itertools.chain(*map(problem.groups_of, dims))) for dims in program.tensors}
+    twice = {k for groups in tuples for k in groups if groups.count(k) > 1}
+    problem.conflicts = frozenset(
+        frozenset(pair) for groups in tuples for pair in itertools.combinations(sorted(set(groups)), 2)
+    )
+    problem.weights = _weights(problem, pins, optimizer.slots)
+    sliced = {*problem.groups_of(tuple(program.slicing()))}
+    problem.candidates = tuple(_candidates(problem, exclude=twice | {*batch} | sliced))
+    problem.sequence = sequence_split(problem) if split_sequence else None
+    # Last, as work on dims that nothing can split is left out.
+    relevant = {k for k, _ in problem.candidates} | set(problem.pinned.values())
+    copies: list[SequenceCopy] = []
+    if problem.sequence is not None:
+        copies = sequence_copies(problem, relevant)
+        relevant |= problem.sequence.dim_groups
+    problem.work, problem.fixed_s = _work(problem, relevant, copies)
+    problem.buffers = _buffers(problem, relevant, copies)
+    return problem
+
+
+def sequence_split(problem: Problem) -> SequenceSplit | None:
+    """Return how activations can be split along their sequence; ``None`` if no sequence divides over the axes."""
+    axes = tuple(a for a in problem.mesh.axes_of("model") if problem.sizes[a] > 1 and a not in problem.pinned)
+    size = math.prod(problem.sizes[axis] for axis in axes)
+    found = {
+        group
+        for dim in problem.traced.sequences
+        for group in problem.groups_of(dim)
+        if len(problem.groups_of(dim)) == 1 and problem.length[group] % size == 0
+    } - {*problem.pinned.values()}
+    return SequenceSplit(axes, frozenset(found), size) if axes and found else None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCopy:
+    """A value that may be split along its sequence, and operations that read it whole, if certain dims are split."""
+
+    value: Value
+    foreign: Factors
+    """The dim groups (dims split alike) that the operations have, and the value does not."""
+    same_as: Factors
+    """Dim groups of other operations that read the value whole if they are split, and share its copy then."""
+    first: int
+    last: int
+    """The moments at which the operations read the value for the first and the last time."""
+
+
+def sequence_copies(problem: Problem, relevant: set[int]) -> list[SequenceCopy]:
+    """Return what has to be gathered along the sequence, with the lifetimes of the gathered copies.
+
+    Operations that read the same value share a copy. A block that recomputes has one in its forward and one in its
+    backward pass.
+    """
+    program, life = problem.traced.program, problem.lifetimes
+    found: dict[tuple[int, str, bool], dict[frozenset[int], list[int]]] = {}
+    values: dict[int, Value] = {}
+    for read in program.reads:
+        value = read.value.root
+        foreign = frozenset(problem.groups_of(read.dims)) & relevant - {*problem.groups_of(value.factors)}
+        if not foreign or not problem.in_sequence(value):
+            continue
+        values[id(value)] = value
+        begins = life.begins.get(read.block)
+        moments = [(read.in_backward and begins is not None, read.clock)]
+        if begins is not None and read.operation in life.again:
+            moments.append((True, begins))
+        for again, at in moments:
+            key = id(value), read.block if begins is not None else "", again
+            found.setdefault(key, {}).setdefault(foreign, []).append(at)
+    made = []
+    for (of, _, _), sets in found.items():
+        # What is gathered for some dims serves all operations that have one of them: queries, keys and values have
+        # the same heads, but the dims of a head may differ.
+        served = set[int]()
+        for one in sorted(sets, key=lambda groups: (-len(groups), *sorted(groups))):
+            if one - served:
+                times = [t for other, read_at in sets.items() if other & one for t in read_at]
+                own, before = tuple(sorted(one - served)), tuple(sorted(served))
+                made.append(SequenceCopy(values[of], own, before, min(times), max(times)))
+                served |= one
+    return made
+
+
+def _buffers(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy]) -> Buffers | None:
+    """Return the buffers of activations, once for each time that a value needs one; ``None`` if there are none."""
+    weights = {id(value) for _, value in problem.traced.weights}
+    values = (v for v in problem.traced.program.values if v.view_of is None and id(v) not in weights)
+
+    def kind(value: Value, foreign: Factors = ()) -> BufferKind:
+        groups = tuple(sorted({*problem.groups_of(value.factors)} & relevant))
+        return BufferKind(groups, problem.in_sequence(value), foreign)
+
+    spans = [(v.nbytes, kind(v), span) for v in values for span in problem.lifetimes.of(v)]
+    spans += [(copy.value.nbytes, kind(copy.value, copy.foreign), (copy.first, copy.last)) for copy in copies]
+    if not spans:
+        return None
+    numbers: dict[BufferKind, int] = {}
+    kinds = [numbers.setdefault(kind, len(numbers)) for _, kind, _ in spans]
+    first, last = np.array([span for *_, span in spans]).T
+    return Buffers(np.array([float(n) for n, *_ in spans]), first, last, np.array(kinds), tuple(numbers))
+
+
+def divided_mesh(traced: Traced, mesh: MeshSpec, *, batch_axes: Sequence[str]) -> MeshSpec:
+    """Return a mesh with the axes for weights divided in two where heads, or other dims, ask for it.
+
+    An axis of 64 devices cannot split 8 key heads. Divided into 8 x 8, its first part splits them, and its second part
+    has copies, while 128 query heads are split over both.
+    """
+    sliced = traced.program.slicing()
+    for axis in mesh.axes_of("model"):
+        votes: Counter[int] = Counter()
+        for variable, value in traced.weights:
+            for dim in map(traced.program.factors, value.dims):
+                major = math.gcd(traced.program.length(dim[0]), mesh.axis_size(axis)) if dim else 1
+                # What is divided already, or sliced, gains nothing.
+                if variable.trainable and 1 < major < mesh.axis_size(axis) and dim[0] not in sliced:
+                    votes[major] += value.nbytes
+        if votes and axis not in batch_axes and not {f"{axis}_1", f"{axis}_2"} & {*mesh.axes}:
+            # Of equal votes, the larger: more devices share the work.
+            mesh = mesh.divided(axis, max(votes, key=lambda major: (votes[major], major)))
+    return mesh
+
+
+def _batch_split(problem: Problem, batch: Factors, axes: Sequence[str]) -> dict[str, int]:
+    """Return which dim group each axis splits if ``axes`` split the batch: a minor factor after all of the major."""
+    left = [[k, problem.length[k]] for k in batch]
+    found = {}
+    for axis in axes:
+        while left and left[0][1] == 1:
+            del left[0]
+        if left and left[0][1] % problem.sizes[axis] == 0:
+            found[axis] = left[0][0]
+            left[0][1] //= problem.sizes[axis]
+    return found
+
+
+def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, str]]:
+    # Dims of small variables alone (seeds, scalars of layers) would add decisions of no effect.
+    large = [w for w in problem.weights if w.nbytes >= _LEAST_DECIDED_BYTES]
+    of_weights = sorted({k for w in large for k in w.all_groups} - exclude)
+    for axis in problem.mesh.axes:
+        size, taken = problem.sizes[axis], problem.pinned.get(axis)
+        if size == 1 or taken is not None or problem.mesh.axis_kind(axis) in NO_USE:
+            continue
+        for dim_group in of_weights:
+            if problem.length[dim_group] % size == 0:
+                yield dim_group, axis
+
+
+def _dim_groups(traced: Traced) -> dict[int, int]:
+    """Return, for each factor of the program, the number of its dim group: one for the same factors of equal layers."""
+    program = traced.program
+    uses = Counter(_signature(program, op) for op in program.operations)
+    for variable, value in traced.weights:
+        about = "weight", value.shape, value.itemsize, bool(variable.trainable)
+        uses[program.factors(value.factors), about] += 1
+    batch = program.factors(traced.batch)
+    # Sorted, so that every process numbers the dim groups alike and arrives at the same plan.
+    factors = sorted({*itertools.chain(*(dims for dims, _ in uses)), *batch})
+    colour: dict[int, Any] = {f: (program.length(f), f in batch) for f in factors}
+    # Each round adds to a factor's colour those of its neighbours: weights and operations that have it in a dim, with
+    # the position and all other dims. Colours are hashes, as nested tuples would grow with every round.
+    for _ in range(_ROUNDS):
+        seen: dict[int, Counter[Any]] = {f: Counter() for f in factors}
+        for (dims, about), count in uses.items():
+            colours = tuple(colour[f] for f in dims)
+            for i, f in enumerate(dims):
+                seen[f][hash((i, about, colours))] += count
+        colour = {f: hash((colour[f], frozenset(seen[f].items()))) for f in factors}
+    # By first occurrence, not by hash: hashes of strings differ between processes.
+    numbers: dict[Any, int] = {}
+    dim_groups = {f: numbers.setdefault(colour[f], len(numbers)) for f in factors}
+    # Apart, or one decision would split two dims of a tensor over the same axis.
+    clash: set[int] = set()
+    for tensor in program.tensors:
+        meeting = Counter(dim_groups[f] for f in {*itertools.chain(*map(program.factors, tensor))} & dim_groups.keys())
+        clash |= {dim_group for dim_group, count in meeting.items() if count > 1}
+    following = itertools.count(len(numbers))
+    return {f: next(following) if k in clash else k for f, k in dim_groups.items()}
+
+
+def _signature(program: Program, op: Operation) -> tuple[Factors, tuple[Any, ...]]:
+    """Return the factors of an operation's dims, and a tuple of all else, which is equal for equal work."""
+    dims = [*program.factors(op.dims)]
+    exchanges = []
+    for e in op.exchanges:
+        # Positions in `dims` instead of factors, which differ from layer to layer.
+        ends = [len(dims)]
+        for part in (e.split, e.dims, e.unless):
+            dims += program.factors(part)
+            ends.append(len(dims))
+        exchanges.append((e.kind, e.nbytes, *ends))
+    return tuple(dims), (op.name, op.flops, op.nbytes, tuple(exchanges))
+
+
+def _weights(
+    problem: Problem, pins: Mapping[int, Spec], slots: Mapping[int, tuple[Slot, ...]]
+) -> tuple[WeightKind, ...]:
+    lookups = problem.traced.program.lookups
+    forward, backward = _read_in_passes(problem.traced, problem.lifetimes)
+    members: dict[WeightKind, list[int]] = defaultdict(list)
+    for i, (variable, value) in enumerate(problem.traced.weights):
+        dims = tuple(map(problem.groups_of, value.dims))
+        pin, own = pins.get(id(variable)), slots.get(id(variable), ())
+        # By origin: a lookup reads the embedding after its cast to the compute dtype.
+        uses = [
+            EmbeddingUse(lookup.dim, lookup.embedding.nbytes, lookup.rows.nbytes, lookup.indices.nbytes)
+            for lookup in lookups
+            if lookup.embedding.origin is value
+        ]
+        use = uses[0] if len(uses) == 1 else None
+        passes = (id(value) in forward) + (id(value) in backward)
+        kind = WeightKind(value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), passes, use)
+        members[kind].append(i)
+    return tuple(replace(kind, members=tuple(positions)) for kind, positions in members.items())
+
+
+def _read_in_passes(traced: Traced, lifetimes: Lifetimes) -> tuple[set[int], set[int]]:
+    """Return the ``id`` of each value that the forward and the backward pass read, as it is or in another dtype."""
+    program = traced.program
+    forward = {id(value.base) for value in program.values if value.root.forward_use}
+    backward = {id(value.base) for value in program.values if value.last_use > traced.boundary}
+    # Blocks that recompute read all of their weights again.
+    equations = (equation for block in lifetimes.begins for equation in program.equations[block])
+    backward |= {id(value.base) for equation in equations for value in equation.operands}
+    return forward, backward if traced.training else set()
+
+
+def _work(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy]) -> tuple[tuple[WorkKind, ...], float]:
+    """Return the operations whose time depends on the plan, and the seconds of all others.
+
+    Operations of equal cost are merged, with their count.
+    """
+
+    def groups(dims: Factors) -> Factors:
+        return tuple(sorted({*problem.groups_of(dims)} & relevant))
+
+    def works_in_sequence(op: Operation) -> bool:
+        sequence = problem.sequence
+        return sequence is not None and op.from_weights and not sequence.dim_groups & {*problem.groups_of(op.minor)}
+
+    merged: Counter[WorkKind] = Counter()
+    fixed_s = 0.0
+    for at, op in enumerate(problem.traced.program.operations):
+        times = 2 if at in problem.lifetimes.again else 1
+        exchanges = tuple(
+            # All of `unless` counts: what no axis can split is not fully split.
+            Exchange(e.kind, split, e.nbytes, groups(e.dims), tuple(sorted({*problem.groups_of(e.unless)})))
+            for e in op.exchanges
+            if (split := groups(e.split))
+        )
+        dims = groups(op.dims)
+        # The rest takes the same time under every plan, so the time of a step does not count it.
+        if dims or exchanges:
+            merged[WorkKind(op.name, dims, op.flops, op.nbytes, exchanges, 0, works_in_sequence(op))] += times
+        else:
+            fixed_s += times * problem.hardware.compute_s(op.flops, op.nbytes)
+    for copy in copies:
+        gather = Exchange(
+            "all-gather",
+            copy.foreign,
+            copy.value.nbytes,
+            groups(copy.value.factors),
+            along_sequence=True,
+            same_as=copy.same_as,
+        )
+        merged[WorkKind("gather of a sequence", (), 0, 0, (gather,), 0, in_sequence=True)] += 1
+    return tuple(replace(kind, count=count) for kind, count in merged.items()), fixed_s
