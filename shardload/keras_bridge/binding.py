@@ -126,10 +126,12 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return math.prod(map(self.mesh.axis_size, self.batch_axes))
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Return the layout of a batch: its first dim is split over those of the batch axes that divide it."""
-        first = data_shape[0] if data_shape else None
-        axes = () if first is None else self.mesh.splitting(first, self.batch_axes)
-        return _BatchLayout(axes, len(data_shape), self)
+        """Return the layout of a batch: its first dim is split over those of the batch axes that divide it.
+
+        An axis for sequences splits its second dim in the same way.
+        """
+        # Keras asks with dims that it does not know.
+        return _BatchLayout(self.mesh.of_batch([n or 1 for n in data_shape], self.batch_axes), self)
 
     def get_tensor_layout(self, path: str) -> Any:
         """Return the layout that was chosen in `bind` for the layer output at ``path``; ``None`` leaves it to XLA."""
@@ -153,11 +155,11 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
 
 class _BatchLayout(keras.distribution.TensorLayout):  # type: ignore[misc]
-    """The layout of a batch, whose first dim is split over any number of axes; Keras' own class knows one for a dim."""
+    """The layout of a batch, whose dims are split over any number of axes; Keras' own class knows one for a dim."""
 
-    def __init__(self, axes: tuple[str, ...], rank: int, distribution: MeshParallel) -> None:
-        super().__init__([*axes[:1], *[None] * (rank - len(axes[:1]))], distribution.device_mesh)
-        self._sharding = distribution.sharding(Layout(distribution.mesh, ((axes, *((),) * (rank - 1)) if rank else ())))
+    def __init__(self, spec: Spec, distribution: MeshParallel) -> None:
+        super().__init__([axes[0] if axes else None for axes in spec], distribution.device_mesh)
+        self._sharding = distribution.sharding_of_spec(spec)
 
     @property
     def backend_layout(self) -> jax.sharding.NamedSharding:
@@ -238,7 +240,7 @@ def bind(
 def unbind(model: Model) -> None:
     """Remove a model's binding to a mesh; its variables stay where they are. Does nothing if the model is not bound."""
     recomputation.remove(model)
-    layer_layouts.remove(model)
+    layer_layouts.undo_layouts(model)
     for part in models_in(model):
         if _ATTRIBUTE in vars(part):
             for name in (*METHODS, "stateless_call", "__deepcopy__", _ATTRIBUTE):
@@ -334,7 +336,7 @@ def _install_all(model: Model, binding: ModelBinding) -> None:
         _install(part, binding)
     # First, as what is recomputed is laid out, too.
     if binding.call_layouts:
-        layer_layouts.install(model, binding.call_layouts, binding.distribution.sharding_of_spec)
+        layer_layouts.lay_out_calls(model, binding.call_layouts, binding.distribution.sharding_of_spec)
     if binding.remat:
         recomputation.install(model, binding.remat, binding.uses)
 

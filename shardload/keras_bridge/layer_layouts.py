@@ -60,7 +60,9 @@ def named_layers(model: Model) -> dict[str, keras.layers.Layer]:
     return dict(zip(numbered(layer.path or layer.name for layer in found), found, strict=True))
 
 
-def install(model: Model, layouts: Sequence[CallLayouts], sharding: Callable[[Any], jax.sharding.Sharding]) -> None:
+def lay_out_calls(
+    model: Model, layouts: Sequence[CallLayouts], sharding: Callable[[Any], jax.sharding.Sharding]
+) -> None:
     """Let the calls of layers lay out their inputs and outputs; ``sharding`` makes a JAX sharding of a layout."""
     layers = named_layers(model)
     by_layer: dict[str, dict[tuple[bool, int], list[Any]]] = {}
@@ -71,8 +73,8 @@ def install(model: Model, layouts: Sequence[CallLayouts], sharding: Callable[[An
             _wrap(layer, functools.partial(_laid_out, shardings))
 
 
-def remove(model: Model) -> None:
-    """Undo `install`."""
+def undo_layouts(model: Model) -> None:
+    """Undo `lay_out_calls`."""
     for layer in model._flatten_layers():
         if layer.__dict__.pop(_ATTRIBUTE, None) is not None:
             layer.__dict__.pop("call", None)
@@ -82,12 +84,12 @@ def remove(model: Model) -> None:
 def laid_out(
     model: Model, layouts: Sequence[CallLayouts], sharding: Callable[[Any], jax.sharding.Sharding]
 ) -> Iterator[None]:
-    """Inside the block, calls of layers lay out their inputs and outputs as after `install`."""
-    install(model, layouts, sharding)
+    """Inside the block, calls of layers lay out their inputs and outputs as after `lay_out_calls`."""
+    lay_out_calls(model, layouts, sharding)
     try:
         yield
     finally:
-        remove(model)
+        undo_layouts(model)
 
 
 @contextmanager

@@ -239,15 +239,14 @@ def check_batch(**arguments: Any) -> None:
 
 
 def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
-    """Return shapes with shardings for a batch: arrays are split over the batch axes that divide them."""
+    """Return shapes with shardings for a batch: arrays are split over axes for rows and sequences that divide."""
 
     def spec(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape, rank = tuple(np.shape(leaf)), np.ndim(leaf)
+        shape = tuple(np.shape(leaf))
         # As JAX would place it: 64-bit values become 32-bit unless x64 is enabled.
         dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
         # A bound model replicates a batch that does not divide, and so does the compiled program.
-        axes = choice.mesh.splitting(shape[0], choice.splits_batch) if rank else ()
-        layout = Layout.of_spec(choice.mesh, (axes,) if axes else (), rank)
+        layout = Layout(choice.mesh, choice.mesh.of_batch(shape, choice.splits_batch))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(layout, devices))
 
     return jax.tree.map(spec, batch)

@@ -60,6 +60,7 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 # An axis between the braces, `'a'`, or a part of one, `'b':(2)4`.
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
+_CHAIN = re.compile(r"channel_id=\d+,.*frontend_attributes=\{[^}]*chain_id=\"\d+\"")
 _Inside = Literal["", "loop", "branch"]
 _INSIDE: dict[str, _Inside] = {"while": "loop", "conditional": "branch"}
 _DeviceGroups = tuple[tuple[int, ...], ...]
@@ -124,7 +125,7 @@ def collectives_in(text: str, mesh: MeshSpec) -> tuple[Collective, ...]:
         raise UsageError(f"Cannot find collectives in {text!r:.60}: expected the text of a program, compiled.as_text()")
     mesh = mesh_spec(mesh)
     entry, computations = _computations(text)
-    return tuple(_walk(computations, entry, mesh)) if entry else ()
+    return tuple(_walk(computations, entry, mesh, set())) if entry else ()
 
 
 def shape_bytes(shape: str) -> int:
@@ -132,11 +133,18 @@ def shape_bytes(shape: str) -> int:
     return sum(_bits(dtype) * math.prod(_numbers(dims)) for dtype, dims in _ARRAY.findall(shape)) // 8
 
 
-def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshSpec) -> Iterator[Collective]:
+def _walk(
+    computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshSpec, chains: set[str]
+) -> Iterator[Collective]:
     for one in computations.get(name, ()):
         # Later parts of an asynchronous instruction, whose `-start` is counted.
         if one.opcode.endswith(("-done", "-update")):
             continue
+        # XLA for TPU divides a collective among several fusions, a chain, each of which has the whole instruction.
+        if chain := _CHAIN.search(one.attributes):
+            if chain[0] in chains:
+                continue
+            chains.add(chain[0])
         if one.opcode.removesuffix("-start") in _COLLECTIVES:
             yield _collective(one, mesh)
             continue
@@ -148,7 +156,7 @@ def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshS
         if branches := _BRANCHES.search(one.attributes):
             callees += [name.strip().lstrip("%") for name in branches[1].split(",")]
         for callee in callees:
-            for found in _walk(computations, callee, mesh):
+            for found in _walk(computations, callee, mesh, chains):
                 # The innermost note stays: a branch inside a loop is a branch.
                 yield replace(found, count=found.count * trips, inside=found.inside or inside)
 

@@ -29,7 +29,7 @@ from shardload.layout_search.linear_program import (
 )
 from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
 from shardload.layout_search.problem import Problem, WeightKind
-from shardload.layout_search.program import Factors, Read, Value
+from shardload.layout_search.program import Factors, OperandRead, Value
 from shardload.layout_search.tracing import input_summary, line_of
 from shardload.layout_search.weight_options import LEAST_STORED_BYTES, WeightOption, weight_exchanges
 from shardload.layouts.kv_cache import KvCache
@@ -81,8 +81,8 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
             "same work"
         )
     for axis in mesh.axes_of("sequence"):
-        if problem.sizes[axis] > 1:
-            yield f"axis {axis!r} splits nothing: a search does not split the sequence of the inputs"
+        if problem.sizes[axis] > 1 and axis not in problem.pinned:
+            yield f"axis {axis!r} splits nothing: no sequence of the inputs divides over {problem.sizes[axis]} devices"
     if problem.update_bytes:
         yield (
             f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "
@@ -151,7 +151,7 @@ def call_layouts(problem: Problem, solution: Solution) -> Iterator[CallLayouts]:
     if problem.sequence is None:
         return
     program, axes = problem.traced.program, {*problem.sequence.axes}
-    reads: dict[int, list[Read]] = defaultdict(list)
+    reads: dict[int, list[OperandRead]] = defaultdict(list)
     for read in program.reads:
         reads[id(read.value.base)].append(read)
 

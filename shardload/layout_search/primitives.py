@@ -59,12 +59,7 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
             same = [operands[i]]  # optimization_barrier and its like: one result per operand
         else:
             same = [v for v in operands if len(v.shape) == len(shape)]
-        dims: list[Factors | None] = [None] * len(shape)
-        for value in same:
-            for d, n in enumerate(value.dims):
-                if n and shape[d] == value.shape[d]:
-                    known = dims[d]
-                    dims[d] = n if known is None else program.unite(known, n)
+        dims = _elementwise_dims(program, shape, same)
         # These share the buffer of their operand.
         view = same[0] if eqn.primitive.name in _VIEWS and same else None
         results.append(fresh(program, var, dims, view_of=view))
@@ -74,6 +69,27 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
         # Fused elementwise work is bound by memory, so its flops are not counted.
         program.work("elementwise", results[0].factors, nbytes=results[0].nbytes)
     return results
+
+
+def _elementwise_dims(program: Program, shape: Sequence[int], operands: Sequence[Value]) -> list[Factors | None]:
+    """Return the dims of what operands of one rank are combined to: each is split as in all operands of its length."""
+    dims: list[Factors | None] = [None] * len(shape)
+    differing: dict[int, Factors] = {}
+    for value in operands:
+        for d, n in enumerate(value.dims):
+            known = dims[d]
+            if n and shape[d] == value.shape[d]:
+                dims[d] = n if known is None else program.unite(known, n)
+                if program.factors(dims[d] or ()) != program.factors(n):
+                    differing[d] = n
+    for d, n in differing.items():
+        # Whole in one operand and split in the other. Scores stay whole along the keys, as their queries are split: the
+        # mask is gathered. A gradient of keys is split as that of the queries is.
+        known = dims[d] or ()
+        whole, split = (known, n) if program.whole_of(known) else (n, known)
+        others = {*program.factors(tuple(itertools.chain(*(m for at, m in enumerate(dims) if m and at != d))))}
+        dims[d] = whole if others & {*program.factors(split)} else split
+    return dims
 
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -321,20 +337,40 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         program.unite(left.dims[a], right.dims[b])
+    free_left = [d for d in range(len(left.dims)) if d not in (*left_sum, *left_batch)]
+    free_right = [d for d in range(len(right.dims)) if d not in (*right_sum, *right_batch)]
     # The result has batch dims, then free dims of the left operand, then those of the right.
-    free: list[Factors | None] = [left.dims[d] for d in range(len(left.dims)) if d not in (*left_sum, *left_batch)]
-    own = {*program.factors(left.factors)}
-    for d in range(len(right.dims)):
-        if d not in (*right_sum, *right_batch):
-            # Both operands have examples of the batch, as in the logits of two towers: one of them is gathered.
-            twice = bool(own & {*program.factors(right.dims[d])})
-            if twice:
-                program.need_whole(right, d, why="dot")
-            free.append(None if twice else right.dims[d])
-    made = fresh(program, eqn.outvars[0], [*(left.dims[d] for d in left_batch), *free])
+    dims: list[Factors | None] = [left.dims[d] for d in (*left_batch, *free_left)]
+    for d in free_right:
+        own = {*program.factors(right.dims[d])}
+        # Both operands have the same tokens, or the same examples of a batch: as queries and keys, or the embeddings of
+        # two towers. One of them is gathered, the smaller one.
+        same = [at for at, dim in enumerate(dims) if dim and own & {*program.factors(dim)}]
+        keeps_left = bool(same) and (right.nbytes <= left.nbytes or same[0] < len(left_batch))
+        if same and keeps_left:
+            program.need_whole(right, d, why="dot")
+        elif same:
+            program.need_whole(left, free_left[same[0] - len(left_batch)], why="dot")
+            dims[same[0]] = program.whole_dim(dims[same[0]] or ())
+        dims.append(program.whole_dim(right.dims[d]) if keeps_left else right.dims[d])
+    for at, dim in enumerate(dims):
+        of = program.whole_of(dim or ())
+        # Gradients of keys: the queries, which are split, are summed over. Of the sum, each device needs its keys.
+        if of and not {*of} & {
+            *program.factors(tuple(itertools.chain(*(m for i, m in enumerate(dims) if m and i != at))))
+        }:
+            dims[at] = of
+    made = fresh(program, eqn.outvars[0], dims)
     made.of_weights = not left_batch
+    exchanges = []
+    for a, b in zip(left_sum, right_sum, strict=True):
+        # Scores have the tokens of keys whole: their product with values gathers the values.
+        if program.factors(left.dims[a]) == program.factors(right.dims[b]):
+            exchanges.append(Exchange("all-reduce", left.dims[a], made.nbytes, made.factors))
+        else:
+            program.need_whole(left, a, why="dot")
+            program.need_whole(right, b, why="dot")
     summed = tuple(itertools.chain(*(left.dims[d] for d in left_sum)))
-    exchanges = [Exchange("all-reduce", left.dims[d], made.nbytes, made.factors) for d in left_sum]
     flops = 2 * math.prod(made.shape) * math.prod(left.shape[d] for d in left_sum)
     program.store(left, right, made)
     program.work("dot", made.factors + summed, flops=flops, nbytes=made.nbytes, exchanges=exchanges)

@@ -84,6 +84,10 @@ def make_problem(
     # Decided beforehand: the batch axes split the batch, as far as they divide.
     batch = problem.groups_of(traced.batch)
     problem.pinned = _batch_split(problem, batch, batch_axes)
+    along = [axis for axis in mesh.axes_of("sequence") if axis not in batch_axes]
+    for dim in traced.sequences:
+        # An encoder and a decoder may have sequences of their own: an axis splits those that it divides.
+        problem.pinned |= _batch_split(problem, problem.groups_of(dim), [a for a in along if a not in problem.pinned])
     # An axis can split one dim of a tensor. So two dim groups in one tensor exclude each other on an axis, and one that
     # a tensor has twice (a square kernel within a residual stream) cannot be split at all.
     tuples = {tuple(itertools.chain(*map(problem.groups_of, dims))) for dims in program.tensors}

@@ -22,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Factors = tuple[int, ...]
@@ -128,7 +128,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class OperandRead:
     """An operation reads a value, and may have dims that the value does not have, as a product has."""
 
     value: Value
@@ -192,7 +192,7 @@ class Program:
     """How often each JAX primitive occurs that has no rule in `primitives`: a plan has a note on each of them."""
     estimated: Counter[str] = field(default_factory=Counter)
     """How often operations occur for which XLA has several ways to exchange data, and a plan may count another one."""
-    reads: list[Read] = field(default_factory=list)
+    reads: list[OperandRead] = field(default_factory=list)
     """Which products and sums of updates read which values."""
     calls: list[LayerCall] = field(default_factory=list)
     """The calls of layers with weights of their own, in order."""
@@ -200,6 +200,8 @@ class Program:
     """Whether an operand of the current equation depends on weights."""
     minor: Factors = ()
     """Factors of the current equation's operands that come after another one in their dim."""
+    whole: dict[Factors, Factors] = field(default_factory=dict)
+    """Dims that are whole on every device, each with the dim that it is the whole of: both are not split alike."""
     clock: int = 0
     block: str = ""
     """The block of the model (a repeated layer) to whose forward or backward pass the current equation belongs."""
@@ -213,6 +215,8 @@ class Program:
     _parts: list[Factors | None] = field(default_factory=list)
     """For a factor that was merged with another one or divided into several: these. ``None`` for any other factor."""
     _repeat: int = 1
+    _gathered: set[tuple[int, Factors, Factors]] = field(default_factory=set)
+    """Which values are gathered along which dims."""
 
     def factors(self, dim: Factors) -> Factors:
         """Return the factors that a dim has now: some may have been merged with others, or divided, since it was made.
@@ -254,7 +258,10 @@ class Program:
         if not first or not second:
             return first or second
         # Stacks, with the major factor on top.
-        waiting, others = [*reversed(self.factors(first))], [*reversed(self.factors(second))]
+        one, other = self.factors(first), self.factors(second)
+        if self.whole_of(one) == other or self.whole_of(other) == one:
+            return one
+        waiting, others = [*reversed(one)], [*reversed(other)]
         while waiting and others:
             a, b = self._top(waiting), self._top(others)
             major = math.gcd(self._length[a], self._length[b])
@@ -265,7 +272,20 @@ class Program:
             if a != b:
                 # The older factor stays, so that chains of replaced ones remain short.
                 self._parts[max(a, b)] = (min(a, b),)
+                if (of := self.whole.pop((max(a, b),), None)) is not None:
+                    self.whole[min(a, b),] = of
         return self.factors(first)
+
+    def whole_dim(self, dim: Factors) -> Factors:
+        """Return a new dim of the same length that is whole on every device, next to this one, which may be split."""
+        made = self.dim(math.prod(map(self.length, self.factors(dim))))
+        self.whole[made] = self.factors(dim)
+        return made
+
+    def whole_of(self, dim: Factors) -> Factors | None:
+        """Return the dim, which may be split, that a dim of `whole_dim` is the whole of; ``None`` for any other dim."""
+        found = self.whole.get(self.factors(dim))
+        return None if found is None else self.factors(found)
 
     def _top(self, stack: list[int]) -> int:
         # A factor that a dim has twice may just have been divided.
@@ -307,7 +327,7 @@ class Program:
         """
         shape = tuple(int(n) for n in shape)
         known = [None] * len(shape) if dims is None else dims
-        made_dims = tuple(() if n == 1 else d or self.dim(n) for n, d in zip(shape, known, strict=True))
+        made_dims = tuple(() if n == 1 else self.dim(n) if d is None else d for n, d in zip(shape, known, strict=True))
         made = Value(shape, itemsize, made_dims, view_of, self.clock, self.clock, block=self.block)
         self.values.append(made)
         self.tensors.add(made_dims)
@@ -340,7 +360,7 @@ class Program:
         """Record an operation with its dims, work and collectives; in a loop, as often as it is `repeated`."""
         n = self._repeat
         # A dim of length 1 is never split, so it causes no exchange.
-        grown = tuple(Exchange(e.kind, e.split, e.nbytes * n, e.dims, e.unless) for e in exchanges if e.split)
+        grown = tuple(replace(e, nbytes=e.nbytes * n) for e in exchanges if e.split)
         self.operations.append(Operation(name, dims, flops * n, nbytes * n, grown, self.from_weights, self.minor))
 
     def read(self, *values: Value) -> None:
@@ -348,7 +368,7 @@ class Program:
         at = len(self.operations) - 1
         for value in values:
             self.reads.append(
-                Read(value, self.operations[at].dims, at, self.clock, self.block, in_backward=self.in_backward)
+                OperandRead(value, self.operations[at].dims, at, self.clock, self.block, in_backward=self.in_backward)
             )
 
     def record(self, operands: Sequence[Value], results: Sequence[Value], operations: range) -> None:
@@ -361,8 +381,15 @@ class Program:
     def need_whole(self, value: Value, dim: int, *, why: str, unless: Factors = ()) -> None:
         """Record that an operation needs a dim whole: if the dim is split, the value is gathered first.
 
-        It is not gathered if the factors in ``unless`` are split into single entries.
+        It is not gathered if the factors in ``unless`` are split into single entries, nor a second time: what another
+        operation gathered before is read again.
         """
+        if not value.dims[dim]:
+            return
+        key = id(value.root), self.factors(value.dims[dim]), unless
+        if key in self._gathered:
+            return
+        self._gathered.add(key)
         gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.factors, unless)
         self.work(why, value.factors, exchanges=[gather])
 

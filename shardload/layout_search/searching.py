@@ -464,11 +464,13 @@ def batch_axes_of(mesh: MeshSpec, given: str | Sequence[str] | None) -> tuple[st
 
 def checked_saving(remat: Any, sequence_parallel: Any) -> Saving:
     """Return what a search may do to save memory; raise if one of the arguments is not among the known values."""
-    if not (isinstance(sequence_parallel, bool) or sequence_parallel == "auto"):
+    if not (
+        isinstance(sequence_parallel, bool) or (isinstance(sequence_parallel, str) and sequence_parallel == "auto")
+    ):
         raise UsageError(
             f"Cannot plan with sequence_parallel={sequence_parallel!r:.60}: expected 'auto', True or False"
         )
-    return Saving(_checked_remat(remat), sequence_parallel)
+    return Saving(_checked_remat(remat), cast("SequenceParallel", sequence_parallel))
 
 
 def _checked_remat(remat: Any) -> Remat:

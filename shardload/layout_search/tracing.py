@@ -211,6 +211,7 @@ def trace(recorded: Recorded) -> Traced:
     batch: Factors = ()
     for value in values[len(weights) :]:
         batch = program.unite(batch, value.dims[0]) if value.dims else batch
+    sequences = _sequences(program, recorded.closed, values, len(weights))
     results = read_program(program, recorded.closed, values, frozenset(recorded.blocks))
     program.use(*results)
     if recorded.training and recorded.trainable:
@@ -220,7 +221,6 @@ def trace(recorded: Recorded) -> Traced:
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
     program.source = None
-    sequences = _sequences(program, recorded.closed, values, len(weights))
     if recorded.training and recorded.trainable:
         # A weight may have the dim of a sequence, as a table of positions: it is not split as activations are.
         program.from_weights, program.minor = True, ()
@@ -236,13 +236,17 @@ def trace(recorded: Recorded) -> Traced:
 
 
 def _sequences(program: Program, closed: ClosedJaxpr, values: Sequence[Value], weights: int) -> tuple[Factors, ...]:
-    """Return the dims of inputs that are sequences: the second of token ids, or of vectors for each position."""
-    found: dict[Factors, None] = {}
+    """Return the dims of inputs that are sequences: the second of token ids, or of vectors for each position.
+
+    Those of one length are split alike, as token ids and their mask.
+    """
+    found: dict[int, Factors] = {}
     for var, value in zip(closed.jaxpr.invars[weights:], values[weights:], strict=True):
         is_ids = len(value.shape) == 2 and not jnp.issubdtype(var.aval.dtype, jnp.inexact)
         if is_ids or len(value.shape) == 3:
-            found[program.factors(value.dims[1])] = None
-    return tuple(dim for dim in found if dim)
+            dim = value.dims[1]
+            found[value.shape[1]] = program.unite(found[value.shape[1]], dim) if value.shape[1] in found else dim
+    return tuple(dim for dim in found.values() if dim)
 
 
 def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> Any:

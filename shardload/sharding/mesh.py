@@ -132,6 +132,17 @@ class MeshSpec:
                 found, length = (*found, axis), length // size
         return found
 
+    def of_batch(self, shape: Sequence[int], batch_axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """Return which axes split each dim of an array of a batch: its rows, and its sequence, as far as they divide.
+
+        An axis for sequences splits the second dim of token ids, ``(rows, tokens)``, and of vectors, ``(rows, tokens,
+        features)``; not that of images.
+        """
+        rows = self.splitting(shape[0], batch_axes) if shape else ()
+        along = [axis for axis in self.axes_of("sequence") if axis not in batch_axes]
+        tokens = self.splitting(shape[1], along) if len(shape) in (2, 3) else ()
+        return (rows, tokens, *((),) * len(shape))[: len(shape)]
+
     def divided(self, axis: str, major: int) -> MeshSpec:
         """Return the mesh with one axis divided in two: ``model=64`` by ``major=8`` into ``model_1=8,model_2=8``.
 

@@ -96,6 +96,22 @@ BODY = """%inner (p: (f32[8])) -> (f32[8]) {
 """
 
 
+def test_a_collective_that_xla_for_tpu_divides_among_fusions_counts_once():
+    gather = (
+        "f32[8,4]{{1,0}} all-gather(%x), channel_id={0}, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}, "
+        'use_global_device_ids=true, frontend_attributes={{chain_id="{1}"}}'
+    )
+    text = "HloModule m\n\n"
+    for n, (channel, chain) in enumerate([(7, 1), (7, 1), (9, 2)]):
+        text += f"%fused.{n} (x: f32[2,4]) -> f32[8,4] {{\n  %x = f32[2,4]{{1,0}} parameter(0)\n"
+        text += f"  ROOT %g.{n} = {gather.format(channel, chain)}\n}}\n\n"
+    text += "ENTRY %main (x: f32[2,4]) -> f32[8,4] {\n  %x = f32[2,4]{1,0} parameter(0)\n"
+    for n in range(3):
+        text += f"  %f.{n} = f32[8,4]{{1,0}} fusion(%x), kind=kCustom, calls=%fused.{n}\n"
+    text += "}\n"
+    assert [(c.kind, c.nbytes, c.count) for c in collectives_in(text, MESH)] == [("all-gather", 128, 1)] * 2
+
+
 def test_a_program_for_tpu_states_no_groups():
     text = program("ROOT %ar = f32[8]{0:T(256)S(1)} all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add")
     (found,) = collectives_in(text, MESH)
