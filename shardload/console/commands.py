@@ -211,6 +211,7 @@ def plan(
     microbatches: options.MicrobatchesOption = None,
     remat: options.RematOption = options.RematChoice.AUTO,
     sequence_parallel: options.SequenceParallelOption = options.SequenceParallelChoice.AUTO,
+    devices: options.DevicesOption = None,
     compile: options.CompileStepOption = False,
     save_plan: options.SavePlanOption = None,
     svg: options.SvgOption = None,
@@ -243,8 +244,10 @@ def plan(
     $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB
 
     $ shardload plan llama3.1_405b --mesh 8x64 --train adamw --batch 8 --sequence 4096 --device-memory 80GiB
+
+    $ shardload plan llama3.1_8b --mesh auto --devices 8 --train adamw --batch 8 --sequence 4096 --device-memory 80GiB
     """
-    spec = options.mesh_option(mesh, axes, layout)
+    spec = options.mesh_option(options.searched_mesh(mesh, devices, batch), axes, layout)
     steps = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
     for_training = {
         "microbatches": microbatches,
@@ -292,7 +295,14 @@ def plan(
                 found: Any = plan_layouts(
                     request,
                     StepSpec(
-                        train, batch, sequence, compile, remat.value, microbatches or 1, sequence_parallel.for_search
+                        train,
+                        batch,
+                        sequence,
+                        compile,
+                        remat.value,
+                        microbatches or 1,
+                        sequence_parallel.for_search,
+                        devices,
                     ),
                 )
             else:

@@ -176,6 +176,19 @@ def mesh_option(mesh: str | None, axes: str | None, layout: str | None) -> MeshS
         raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
+def searched_mesh(mesh: str | None, devices: int | None, batch: int | None) -> str | None:
+    """Return ``--mesh``, or for ``auto`` one mesh of so many devices: the search tries all of them."""
+    if mesh != "auto":
+        if devices is not None:
+            raise typer.BadParameter("It is for --mesh auto.", param_hint="--devices")
+        return mesh
+    if devices is None:
+        raise typer.BadParameter("auto tries all meshes of N devices: add --devices N.", param_hint="--mesh")
+    if batch is None:
+        raise typer.BadParameter("auto compares meshes with the same batch: add --batch N.", param_hint="--mesh")
+    return f"1x{devices}"
+
+
 def step(text: str) -> int | str:
     """Parse ``--step``: the number of a step, ``latest`` or ``best``."""
     if text in ("latest", "best"):
@@ -312,6 +325,15 @@ class SequenceParallelChoice(StrEnum):
         return "auto" if self is SequenceParallelChoice.AUTO else self is SequenceParallelChoice.ON
 
 
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        metavar="N",
+        min=1,
+        help="With --mesh auto: search on every mesh of N devices, batch x model, and take the fastest.",
+    ),
+]
 MicrobatchesOption = Annotated[
     int | None,
     typer.Option(

@@ -185,7 +185,7 @@ class LayoutPlan:
 
     @property
     def _rates(self) -> str:
-        return ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float | int))
+        return ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float))
 
     def _picture(self) -> PlanPicture:
         title = f"{self.model} on {self.mesh}, {'training' if self.training else 'inference'}"

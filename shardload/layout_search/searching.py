@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, TypedDict, Unpack, cast
 
@@ -19,9 +19,17 @@ from shardload.keras_bridge.recomputation import Recompute
 from shardload.layout_search.given_layouts import fixed_specs
 from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.layout_plan import LayoutPlan
-from shardload.layout_search.linear_program import Demand, Solution, optimum, splits_part_of_axis
+from shardload.layout_search.linear_program import (
+    Demand,
+    Solution,
+    activation_peak,
+    optimum,
+    splits_part_of_axis,
+    state_memory,
+)
 from shardload.layout_search.optimizer_memory import checked_optimizer, memory_of_optimizer
 from shardload.layout_search.plan_building import plan_of_solution
+from shardload.layout_search.plan_parts import DeviceBytes
 from shardload.layout_search.problem import Problem
 from shardload.layout_search.problem_making import divided_mesh, make_problem
 from shardload.layout_search.tracing import (
@@ -203,18 +211,27 @@ class LayoutSearch:
         return self._plan(self._fastest(_Asked(mesh, axes, fixed_specs(self.model, mesh, pins), limit), saving))
 
     def fastest_of(
-        self, meshes: Iterable[MeshSpec], device_memory_bytes: int, *, saving: Saving = Saving()
-    ) -> LayoutPlan | None:
-        """Return the best plan on the mesh of ``meshes`` where it is fastest, or ``None`` if it fits on none."""
-        found = []
+        self, meshes: Iterable[MeshSpec], device_memory_bytes: int | None, *, saving: Saving = Saving()
+    ) -> tuple[LayoutPlan | None, tuple[TriedMesh, ...]]:
+        """Return the best plan on the mesh of ``meshes`` where it is fastest, and what was found on each.
+
+        The plan is ``None`` if it fits on none. Without a limit, the best plan has the least product of the time of a
+        step and the bytes of weights on a device, as on one mesh.
+        """
+        found, tried = list[_Fastest](), list[TriedMesh]()
         for mesh in meshes:
             asked = _Asked(mesh, mesh.batch_axes, fixed_specs(self.model, mesh, None), device_memory_bytes)
-            with suppress(DoesNotFitError):
+            try:
                 # What does not fit if everything is done to save memory does not fit otherwise.
-                if saving == Saving() and self.recorded.training:
+                if saving == Saving() and self.recorded.training and device_memory_bytes is not None:
                     self._fastest(asked, Saving("full", sequence_parallel=True))
                 found.append(self._fastest(asked, saving))
-        return self._plan(min(found, key=lambda one: one.step_s)) if found else None
+                tried.append(TriedMesh(mesh, found[-1].memory.total, found[-1].step_s))
+            except DoesNotFitError as error:
+                tried.append(TriedMesh(mesh, error.least_bytes, None))
+        limited = device_memory_bytes is not None
+        best = min(found, key=lambda one: one.step_s * (1 if limited else one.memory.weights), default=None)
+        return None if best is None else self._plan(best), tuple(tried)
 
     def _plan(self, found: _Fastest) -> LayoutPlan:
         with collector_paused():
@@ -348,6 +365,18 @@ class LayoutSearch:
 
 
 @dataclass(frozen=True, slots=True)
+class TriedMesh:
+    """What a search found on one of several meshes."""
+
+    mesh: MeshSpec
+    device_bytes: int
+    """Bytes that a device needs; if that exceeds the limit, the least that was found."""
+    step_s: float | None
+    """Estimated seconds of a step, with the work that takes the same time under every layout; ``None`` if it does not
+    fit."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
     """What a search on a mesh is asked for."""
 
@@ -365,6 +394,12 @@ class _Fastest:
     problem: Problem
     demand: Demand
     solution: Solution
+
+    @property
+    def memory(self) -> DeviceBytes:
+        """What a device needs at the moment of a step at which it needs most."""
+        activations, _ = activation_peak(self.problem, self.solution)
+        return replace(state_memory(self.problem, self.solution), activations=activations)
 
     @property
     def step_s(self) -> float:
@@ -436,9 +471,16 @@ def smallest_mesh_plan(
         # Only meshes whose axes divide the rows, and the length of some dim.
         useful = [(b, m) for b, m in sizes if rows % b == 0 and (m == 1 or any(n % m == 0 for n in lengths))]
         meshes = (MeshSpec(DEFAULT_AXES, one) for one in useful)
-        if (plan := search.fastest_of(meshes, device_memory_bytes, saving=saving)) is not None:
+        plan, _ = search.fastest_of(meshes, device_memory_bytes, saving=saving)
+        if plan is not None:
             return plan
     return None
+
+
+def mesh_shapes(devices: int, rows: int) -> tuple[MeshSpec, ...]:
+    """Return the meshes ``batch`` x ``model`` of so many devices whose batch axis divides ``rows``."""
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0 and rows % n == 0]
+    return tuple(MeshSpec(DEFAULT_AXES, (batch, devices // batch)) for batch in sizes)
 
 
 # ---- checks of options -------------------------------------------------------------------------------

@@ -149,6 +149,9 @@ def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) ->
     axes = tuple(axis for axis in problem.mesh.axes if axis in problem.pinned and problem.sizes[axis] > 1)
     if embedding is None or not (weight.trainable and problem.traced.training) or not axes:
         return ()
+    # Looked-up rows are then split along their sequence, not added up as a whole.
+    if problem.sequence is not None:
+        return ()
     rows = weight.dim_groups[embedding.dim]
     splitting = zip(problem.mesh.axes, assignment, strict=True)
     others = [k for a, k in splitting if a not in axes and problem.sizes[a] > 1]

@@ -24,7 +24,9 @@ from shardload.layout_search.searching import (
     Remat,
     Saving,
     SequenceParallel,
+    TriedMesh,
     check_positive,
+    mesh_shapes,
     smallest_mesh_plan,
 )
 from shardload.layout_search.tracing import check_rows, input_specs, rows_of
@@ -36,7 +38,7 @@ from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import PlanRequest
 from shardload.sharding.devices import available, mesh_spec
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import format_bytes, format_count, plural
+from shardload.units import format_bytes, format_bytes_down, format_bytes_up, format_count, plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ class StepSpec:
     """Into how many parts the batch is divided, one after the other, before the weights are updated."""
     sequence_parallel: SequenceParallel = "auto"
     """Whether axes for weights split activations along their sequence, between products with weights."""
+
+    devices: int | None = None
+    """Number of devices, to search on all meshes ``batch`` x ``model`` of so many instead of the given mesh."""
 
     @property
     def saving(self) -> Saving:
@@ -80,11 +85,17 @@ class LayoutReport:
     """Number of elements of all weights; a replicated weight counts once."""
     dtypes: tuple[str, ...] = ()
     """Dtypes of the planned weights, the one with most elements first."""
+    tried: tuple[TriedMesh, ...] = ()
+    """What was found on each mesh, if a mesh was looked for."""
 
     def summary(self, *, ascii_only: bool = False) -> str:
         """Return the report as text for people."""
         weights = f"{format_count(self.parameters)} parameters, {', '.join(self.dtypes)}"
         lines = [f"source: {self.source} ({weights})", self.plan.summary(ascii_only=ascii_only)]
+        for one in self.tried:
+            found = "does not fit: at least" if one.step_s is None else f"{one.step_s * 1e3:.4g} ms a step,"
+            chosen = ", chosen" if _sizes(one.mesh) == _sizes(self.plan.mesh) else ""
+            lines.append(f"mesh {_sizes(one.mesh)}: {found} {format_bytes(one.device_bytes)} per device{chosen}")
         if self.smallest is not None:
             lines.append(f"smallest mesh that fits: {_sizes(self.smallest.mesh)} ({self.smallest.mesh})")
         if self.compiled is not None:
@@ -108,6 +119,9 @@ class LayoutReport:
             "parameters": self.parameters,
             "dtypes": list(self.dtypes),
             "plan": self.plan.to_json(),
+            "tried": [
+                {"mesh": _sizes(one.mesh), "device_bytes": one.device_bytes, "step_s": one.step_s} for one in self.tried
+            ],
             "smallest_mesh": None if self.smallest is None else _sizes(self.smallest.mesh),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
             "seconds": {stage: round(seconds, 6) for stage, seconds in self.seconds.items()},
@@ -130,6 +144,7 @@ class _Planning:
         mesh = request.placement.mesh
         self.mesh = mesh_spec("1x1" if mesh is None else mesh, axes=request.axes)
         self.rows = 0  # the model may fix them
+        self.tried: tuple[TriedMesh, ...] = ()
         self.optimizer: Any = step.train
         if step.train is not None and step.train.lower() in ("rekls", "tprekls"):  # not Keras' own
             from shardload.optimizers import REKLS
@@ -164,7 +179,7 @@ class _Planning:
             )
             plan = replace(plan, notes=(*plan.notes, accumulated))
         notes = (*source.notes, *filter(None, [dense_experts_note(model)]))
-        return LayoutReport(manifest.source, plan, smallest, compiled, spent, notes, sizes.total(), dtypes)
+        return LayoutReport(manifest.source, plan, smallest, compiled, spent, notes, sizes.total(), dtypes, self.tried)
 
     def _stage(self, name: str, text: str) -> Any:
         self.progress.start(0, text)
@@ -207,8 +222,25 @@ class _Planning:
         return f" {subject} fits on {mesh} with the same batch of {self.rows}: pass --mesh {mesh} --batch {self.rows}"
 
     def _searched(self, search: LayoutSearch, limit: int | None) -> LayoutPlan:
+        if self.step.devices is not None:
+            return self._on_best_mesh(search, self.step.devices, limit)
         with self._stage("search", f"Searching layouts on {self.mesh}"):
             return search.on(self.mesh, device_memory_bytes=limit, saving=self.step.saving)
+
+    def _on_best_mesh(self, search: LayoutSearch, devices: int, limit: int | None) -> LayoutPlan:
+        """Return the plan on the mesh of so many devices where the step is fastest; raise if it fits on none."""
+        with self._stage("search", f"Searching layouts on meshes of {plural(devices, 'device')}"):
+            meshes = mesh_shapes(devices, self.rows)
+            plan, self.tried = search.fastest_of(meshes, limit, saving=self.step.saving)
+        if plan is None:
+            least = min(self.tried, key=lambda one: one.device_bytes)
+            raise DoesNotFitError(
+                f"No mesh of {plural(devices, 'device')} needs at most {format_bytes_down(limit or 0)} per device. The "
+                f"least found is {format_bytes_up(least.device_bytes)}, on {_sizes(least.mesh)}",
+                least_bytes=least.device_bytes,
+            )
+        self.mesh = plan.mesh
+        return plan
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
         """Return the plan for the smallest mesh with enough memory, else ``plan``; ``None`` without a memory limit."""

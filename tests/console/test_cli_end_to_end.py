@@ -327,6 +327,25 @@ def test_microbatches_recomputation_and_mixed_precision_are_planned(cli):
     assert odd.code == 2 and "Cannot divide a batch of 8 into 3 microbatches" in odd.stderr
 
 
+def test_the_fastest_of_all_meshes_is_taken_and_all_are_listed(cli):
+    found = cli("plan", NAME, "--mesh", "auto", "--devices", "4", *STEP, "--device-memory", "1GiB", "--json").json
+    tried = {one["mesh"]: one["step_s"] for one in found["tried"]}
+    assert tried.keys() == {"1x4", "2x2", "4x1"} and all(tried.values())
+    chosen = min(tried, key=tried.get)
+    assert "x".join(map(str, found["plan"]["mesh"]["sizes"])) == chosen
+    said = cli("plan", NAME, "--mesh", "auto", "--devices", "4", *STEP).stdout
+    assert said.count(" ms a step, ") == 3 and said.count(", chosen\n") == 1
+    small = cli("plan", NAME, "--mesh", "auto", "--devices", "2", *STEP, "--device-memory", "1MiB")
+    assert small.code == 1 and "No mesh of 2 devices needs at most 1.0 MiB per device. The least found" in small.stderr
+
+
+def test_sequences_are_split_if_asked_for(cli):
+    on = cli("plan", NAME, "--mesh", "1x2", *STEP, "--sequence-parallel", "on", "--json").json["plan"]
+    off = cli("plan", NAME, "--mesh", "1x2", *STEP, "--sequence-parallel", "off", "--json").json["plan"]
+    assert on["sequence_axes"] == ["model"] and off["sequence_axes"] == []
+    assert on["device"]["activations"] < off["device"]["activations"]
+
+
 def test_a_batch_that_does_not_divide_is_said(cli):
     done = cli("plan", NAME, "--mesh", "4x1", "--batch", "6", "--json")
     assert any("batch of 6 does not divide over axis 'batch'" in note for note in done.json["plan"]["notes"])
@@ -348,6 +367,10 @@ def test_an_optimizer_that_keras_does_not_know_is_refused(cli):
         (("--batch", "0"), "it must be greater than or equal to 1"),
         (("--remat", "full"), "--remat is for a training step. Add --train with an optimizer"),
         (("--microbatches", "2"), "--microbatches is for a training step. Add --train with an optimizer"),
+        (("--sequence-parallel", "on"), "--sequence-parallel is for a training step. Add --train with an optimizer"),
+        (("--mesh", "auto", "--batch", "8"), "auto tries all meshes of N devices: add --devices N"),
+        (("--mesh", "auto", "--devices", "8"), "auto compares meshes with the same batch: add --batch N"),
+        (("--mesh", "1x8", "--devices", "8"), "It is for --mesh auto"),
         (("--remat", "some"), "'some' is not one of 'auto', 'none', 'matmuls', 'full'"),
     ],
 )

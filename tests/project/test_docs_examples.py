@@ -200,7 +200,9 @@ def test_planning_tutorial(here, capsys):
     found = run("docs/tutorials/plan-a-training-run.md", replace=[("(512, 1)", "(64, 1)"), ("epochs=3", "epochs=1")])
     said = capsys.readouterr().out
     assert "per device: 76.3 MiB\n" in said and "per device: 71.8 MiB of 72.0 MiB (100 %)" in said
-    assert "The least found is 69.3 MiB: 7.1 MiB of weights" in said and "{} ('model',) 44 MiB\nbatch=4,model=2\n" in said
+    assert (
+        "The least found is 69.3 MiB: 7.1 MiB of weights" in said and "{} ('model',) 44 MiB\nbatch=4,model=2\n" in said
+    )
     assert found["compiled"].collective_bytes == found["plan"].exchanged_bytes
     assert found["compiled"].total_bytes == pytest.approx(found["plan"].device.total, rel=0.12)
     assert Path("plan.svg").read_text().startswith("<svg")
