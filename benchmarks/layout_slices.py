@@ -36,15 +36,18 @@ def made(name: str, layers: int) -> Any:
         )  # fmt: skip
 
 
-def row(name: str, layers: int, remat: Any) -> str:
+def row(name: str, layers: int, remat: Any, *, split: bool) -> str:
     """Search a plan, compile its step, and return a line of a table."""
     from shardload.layout_search.tracing import input_specs
-    from shardload.parallel import compile_step, search
+    from shardload.parallel import Hardware, compile_step, search
 
     mesh, batch, sequence = CASES[name]
     model = made(name, layers)
     inputs = input_specs(model, batch=batch, sequence=sequence)
-    plan = search(model, mesh, inputs=inputs, optimizer="adamw", remat=remat)
+    # XLA for CPU makes no reduce-scatters.
+    hardware = Hardware(reduce_scatter=False)
+    options = {"optimizer": "adamw", "hardware": hardware, "remat": remat, "sequence_parallel": split}
+    plan = search(model, mesh, inputs=inputs, **options)
     step = compile_step(model, plan, inputs, training="gradients")
     batch_bytes = 2 * 4 * sequence * batch // plan.mesh.axis_size(plan.mesh.axes[0])
     pairs = (
@@ -55,7 +58,8 @@ def row(name: str, layers: int, remat: Any) -> str:
     cells = [
         f"{planned / 2**20:,.1f} / {compiled / 2**20:,.1f}, {compiled / planned:.2f}" for planned, compiled in pairs
     ]
-    return f"| {name}, {layers} layers | {plan.mesh} | {remat} | {' | '.join(cells)} |"
+    split_over = f", sequences over {'+'.join(plan.sequence_axes)}" if plan.sequence_axes else ""
+    return f"| {name}, {layers} layers | {plan.mesh}{split_over} | {remat} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -72,8 +76,9 @@ def main() -> None:
     print("MiB planned / compiled on each device, and the ratio")
     print("| model | mesh | recomputed | weights | activations | exchanged |\n|---|---|---|---|---|---|")
     for name in (name for name in CASES if options.only in name):
-        for remat in ("none", "matmuls", "full"):
-            print(row(name, options.layers, remat), flush=True)
+        for split in (False, True):
+            for remat in ("none", "matmuls", "full"):
+                print(row(name, options.layers, remat, split=split), flush=True)
 
 
 if __name__ == "__main__":

@@ -114,9 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["KERAS_BACKEND"] = "jax"
-    print(
-        "Published, then found: layout | GiB per device | GB exchanged per device and step | estimated s; then found / published"
-    )
+    print("GiB per device; GB of collective results per device and step; estimated seconds; bytes found / published")
     print("| configuration | published | GiB | GB | s | found | GiB | GB | s | GB ratio |\n" + "|---" * 10 + "|")
     for case in PUBLISHED:
         if options.only in f"{case.name} {case.model}".lower():

@@ -205,6 +205,7 @@ def bind(
     batch_axes: tuple[str, ...] | None = None,
     activations: Callable[[str], Any] | None = None,
     uses: Mapping[int, Layout] | None = None,
+    gather_dtypes: Mapping[int, str] | None = None,
     remat: Mapping[str, Recompute] | None = None,
     call_layouts: Sequence[CallLayouts] = (),
 ) -> ModelBinding:
@@ -213,9 +214,10 @@ def bind(
     Optimizer slots follow their weight; variables that ``layouts`` does not mention (seeds, metrics, learning rates)
     are replicated. ``values="keep"`` leaves values where they are, for a load that is about to replace them.
     ``activations`` returns, for the path of a layer's output, its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
-    ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to its layout while the model computes. ``remat`` says
-    what blocks of the model recompute in the backward pass, by the name of their class, and ``call_layouts`` how
-    single layers lay out their inputs and outputs.
+    ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to its layout while the model computes, and
+    ``gather_dtypes`` to the dtype in which it is gathered for that, if it is not its own. ``remat`` says what blocks of
+    the model recompute in the backward pass, by the name of their class, and ``call_layouts`` how single layers lay out
+    their inputs and outputs.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(
@@ -227,7 +229,11 @@ def bind(
     unbind(model)
     distribution = MeshParallel(mesh, devices, _by_path(shardings), batch_axes=batch_axes, activations=activations)
     found = {id(variable): sharding for variable, sharding in shardings}
-    used = {key: Use(named_sharding(layout, devices), found[key]) for key, layout in (uses or {}).items()}
+    dtypes = gather_dtypes or {}
+    used = {
+        key: Use(named_sharding(layout, devices), found[key], dtypes.get(key, ""))
+        for key, layout in (uses or {}).items()
+    }
     binding = ModelBinding(mesh, tuple(devices), distribution, used, dict(remat or {}), tuple(call_layouts))
     for variable, sharding in shardings:
         (relocate if values == "move" else set_sharding)(variable, sharding)
@@ -391,6 +397,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
         # By position: the copy has other variables, in the same order.
         layouts = [_layout_of(v, sharding_of(v), binding.mesh) for v in variables]
         used = {i: binding.uses[id(v)].used for i, v in enumerate(variables) if id(v) in binding.uses}
+        dtypes = {i: binding.uses[id(v)].dtype for i, v in enumerate(variables) if id(v) in binding.uses}
         uses = {i: _layout_of(variables[i], sharding, binding.mesh) for i, sharding in used.items()}
         make, arguments = model.__reduce__()
         with binding.scope():
@@ -404,6 +411,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
             batch_axes=distribution.batch_axes,
             activations=distribution.activations,
             uses={id(v): uses[i] for i, v in enumerate(variables_of(copied)) if i in uses},
+            gather_dtypes={id(v): dtypes[i] for i, v in enumerate(variables_of(copied)) if i in dtypes},
             remat=binding.remat,
             call_layouts=binding.call_layouts,
         )

@@ -101,7 +101,11 @@ def program_of(
         )
     variables = {"trainable": list(model.trainable_variables), "non_trainable": list(model.non_trainable_variables)}
     uses = {
-        key: Use(named_sharding(layout, devices), named_sharding(choice.by_id[key].layout, devices))
+        key: Use(
+            named_sharding(layout, devices),
+            named_sharding(choice.by_id[key].layout, devices),
+            choice.gather_dtypes.get(key, ""),
+        )
         for key, layout in (choice.uses if on_mesh else {}).items()
     }
     run = _explaining(

@@ -81,12 +81,13 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
     mesh = plan.mesh  # a plan may divide an axis in two: the layouts are for its mesh
     # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
-    fixed, uses = {}, {}
+    fixed, uses, dtypes = {}, {}, {}
     for variable, planned in planned_variables(model, plan):
         # By identity, not by path: several variables may have one path.
         fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, planned.spec), f"search: {planned.reason}")
         if planned.stored:
             uses[id(variable)] = Layout(mesh, planned.used)
+            dtypes[id(variable)] = planned.gathered_as
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axes)
     by_id = {key: placed[key] for key in variables}
@@ -96,6 +97,7 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
         by_id,
         batch_axes=plan.batch_axes,
         uses=uses,
+        gather_dtypes=dtypes,
         remat=plan.remat,
         call_layouts=plan.call_layouts,
     )

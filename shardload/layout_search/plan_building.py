@@ -82,7 +82,7 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
         )
     for axis in mesh.axes_of("sequence"):
         if problem.sizes[axis] > 1 and axis not in problem.pinned:
-            yield f"axis {axis!r} splits nothing: no sequence of the inputs divides over {problem.sizes[axis]} devices"
+            yield f"axis {axis!r} splits nothing: its size divides the length of no sequence"
     if problem.update_bytes:
         yield (
             f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "
@@ -242,7 +242,14 @@ def _variables(model: Any, problem: Problem, solution: Solution) -> list[Planned
         stored, reason = tuple(axis for axis, _ in option.stored), _reason(problem, weight, option)
         for variable in (problem.traced.weights[i][0] for i in weight.members):
             made[id(variable)] = PlannedVariable(
-                variable.path, weight.shape, weight.nbytes, option.spec, stored, weight.trainable, reason
+                variable.path,
+                weight.shape,
+                weight.nbytes,
+                option.spec,
+                stored,
+                weight.trainable,
+                reason,
+                weight.gathered_as if stored else "",
             )
     # Weights are in any order; a plan lists variables as the model does.
     order = {id(variable): at for at, variable in enumerate(model.variables)}

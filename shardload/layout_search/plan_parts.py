@@ -39,6 +39,8 @@ class PlannedVariable:
     """Axes that split the variable in storage only: devices gather it for use, as in fully sharded data parallelism."""
     trainable: bool
     reason: str
+    gathered_as: str = ""
+    """The dtype in which the variable is gathered, if it is stored split and only read in a smaller one; else empty."""
 
     @property
     def used(self) -> Spec:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,6 +63,11 @@ class WeightKind:
     passes: int = 1
     """How many passes of a step read the variables, and gather them if they are stored split: the forward pass, and of
     training also the backward pass, which does not read a bias, for example. 0 if the step does not use them."""
+    gathered_as: str = ""
+    """The dtype in which a step gathers the variables if they are stored split: the one to which all operations convert
+    them, if it is smaller than their own; else empty."""
+    summed: tuple[float, ...] = ()
+    """Bytes of each all-reduce over the batch whose results make up the gradient of one variable."""
     embedding: EmbeddingUse | None = None
     """Sizes of the lookup, if the variable is an embedding that a step looks rows up in exactly once, or ``None``."""
 
@@ -69,6 +75,11 @@ class WeightKind:
     def all_groups(self) -> Factors:
         """The dim groups (dims split alike) of all dims, each once and in order of their numbers."""
         return tuple(sorted({*itertools.chain(*self.dim_groups)}))
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of one variable in the dtype in which it is gathered, over all devices."""
+        return math.prod(self.shape) * jnp.dtype(self.gathered_as).itemsize if self.gathered_as else self.nbytes
 
     def allows(self, layout: Layout) -> bool:
         """Whether a layout splits the variables evenly, and also each of their slots that must be split evenly."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardload.keras_bridge.recomputation import Recompute
@@ -290,6 +291,7 @@ def _weights(
 ) -> tuple[WeightKind, ...]:
     lookups = problem.traced.program.lookups
     forward, backward = _read_in_passes(problem.traced, problem.lifetimes)
+    summed = problem.traced.summed
     members: dict[WeightKind, list[int]] = defaultdict(list)
     for i, (variable, value) in enumerate(problem.traced.weights):
         dims = tuple(map(problem.groups_of, value.dims))
@@ -301,10 +303,30 @@ def _weights(
             if lookup.embedding.origin is value
         ]
         use = uses[0] if len(uses) == 1 else None
-        passes = (id(value) in forward) + (id(value) in backward)
-        kind = WeightKind(value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), passes, use)
+        kind = WeightKind(
+            value.shape,
+            value.nbytes,
+            dims,
+            bool(variable.trainable),
+            pin,
+            own,
+            (),
+            (id(value) in forward) + (id(value) in backward),
+            _gathered_as(problem.traced.program, variable, value),
+            summed.get(id(value), ()),
+            use,
+        )
         members[kind].append(i)
     return tuple(replace(kind, members=tuple(positions)) for kind, positions in members.items())
+
+
+def _gathered_as(program: Program, variable: Any, value: Value) -> str:
+    read_as = program.read_as[id(value)]
+    # A variable that the step changes leaves it in its own dtype.
+    if not variable.trainable or len(read_as) != 1:
+        return ""
+    (dtype,) = read_as
+    return dtype if dtype and jnp.dtype(dtype).itemsize < value.itemsize else ""
 
 
 def _read_in_passes(traced: Traced, lifetimes: Lifetimes) -> tuple[set[int], set[int]]:

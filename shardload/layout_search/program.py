@@ -31,6 +31,22 @@ dim of length 1."""
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
 
 
+_PASSING = frozenset(
+    {
+        "add_any",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "neg",
+        "reduce_precision",
+        "reshape",
+        "squeeze",
+        "transpose",
+    }
+)
+"""Primitives through which a gradient goes after it was added up over the batch."""
+
+
 @dataclass(slots=True, eq=False)
 class Value:
     """One array of a traced program: its shape, the factors of its dims, and when its buffer is needed."""
@@ -202,6 +218,10 @@ class Program:
     """Factors of the current equation's operands that come after another one in their dim."""
     whole: dict[Factors, Factors] = field(default_factory=dict)
     """Dims that are whole on every device, each with the dim that it is the whole of: both are not split alike."""
+    read_as: dict[int, set[str]] = field(default_factory=dict)
+    """By ``id`` of a weight: the dtypes to which operations convert it; ``""`` where one reads it as it is."""
+    made_by: dict[int, tuple[str, Sequence[Value], range]] = field(default_factory=dict)
+    """By ``id`` of a value of the backward pass: the primitive that made it, its operands and operations."""
     clock: int = 0
     block: str = ""
     """The block of the model (a repeated layer) to whose forward or backward pass the current equation belongs."""
@@ -371,8 +391,25 @@ class Program:
                 OperandRead(value, self.operations[at].dims, at, self.clock, self.block, in_backward=self.in_backward)
             )
 
-    def record(self, operands: Sequence[Value], results: Sequence[Value], operations: range) -> None:
+    def summed(self, value: Value, dim: Factors) -> tuple[float, ...]:
+        """Return the bytes of the all-reduces along a dim whose results, cast or added up, are a gradient."""
+        waiting, found = [value], list[float]()
+        while waiting:
+            primitive, operands, operations = self.made_by.get(id(waiting.pop()), ("", (), range(0)))
+            exchanges = (e for i in operations for e in self.operations[i].exchanges if e.kind == "all-reduce")
+            nbytes = next((e.nbytes for e in exchanges if {*self.factors(e.split)} & {*self.factors(dim)}), None)
+            if nbytes is not None:
+                found.append(nbytes)
+            elif primitive in _PASSING:
+                waiting += operands
+        return tuple(found)
+
+    def record(self, primitive: str, operands: Sequence[Value], results: Sequence[Value], operations: range) -> None:
         """Record an equation of a block, from which it is found out what recomputing its values takes."""
+        if self.in_backward:
+            for value in results:
+                # The innermost equation comes first, before the call of the function that it is in.
+                self.made_by.setdefault(id(value), (primitive, operands, operations))
         if self.block and self.in_backward:
             self.backward_from.setdefault(self.block, self.clock)
         elif self.block:

@@ -56,6 +56,8 @@ class Traced:
     """When the forward pass ends."""
     sequences: tuple[Factors, ...] = ()
     """The second dims of inputs that are sequences, such as token ids: those of an encoder and a decoder may differ."""
+    summed: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """By ``id`` of a weight: the bytes of each all-reduce over the batch whose results make up its gradient."""
 
 
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
@@ -206,6 +208,7 @@ def trace(recorded: Recorded) -> Traced:
     weights = tuple(zip(recorded.variables, values, strict=False))
     for _, value in weights:
         value.from_weights = True
+        program.read_as[id(value)] = set()
     program.store(*values)
     # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
     batch: Factors = ()
@@ -232,7 +235,12 @@ def trace(recorded: Recorded) -> Traced:
     for value in values[len(weights) :]:
         for dim in value.dims[1:]:
             program.mark_sliced(dim)
-    return Traced(program, weights, batch, recorded.training, recorded.blocks, results[0].born, sequences)
+    born, gradients = (
+        results[0].born,
+        results[-recorded.trainable :] if recorded.training and recorded.trainable else [],
+    )
+    summed = {id(v): program.summed(gradient, batch) for v, gradient in zip(values, gradients, strict=False)}
+    return Traced(program, weights, batch, recorded.training, recorded.blocks, born, sequences, summed)
 
 
 def _sequences(program: Program, closed: ClosedJaxpr, values: Sequence[Value], weights: int) -> tuple[Factors, ...]:
@@ -274,11 +282,12 @@ _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def read_program(
-    program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value], blocks: frozenset[str] = frozenset()
+    program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value], blocks: frozenset[str] | None = None
 ) -> list[Value]:
     """Add the equations of a recorded program to ``program``, by the rules of their primitives; return the results.
 
-    ``blocks`` has the names of the layers whose equations are recorded one by one.
+    ``blocks`` has the names of the layers whose equations are recorded one by one; ``None`` for a program inside of an
+    equation, which belongs where the equation does.
     """
     if isinstance(jaxpr, ClosedJaxpr):
         arguments = [*(program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in jaxpr.consts), *arguments]
@@ -297,7 +306,7 @@ def read_program(
         program.clock += 1
         # Equations of JAX's own functions are where the model calls these.
         program.source = eqn.source_info.traceback or program.source
-        if blocks:
+        if blocks is not None:
             # Programs inside an equation have names of their own, if any: they belong where the equation does.
             program.block, program.in_backward = _block_of(str(eqn.source_info.name_stack), blocks)
         first = len(program.operations)
@@ -309,7 +318,7 @@ def read_program(
         if eqn.primitive.name == "name":
             _record_call(program, str(eqn.params["name"]), results[0])
         program.use(*operands)
-        program.record(operands, results, range(first, len(program.operations)))
+        program.record(eqn.primitive.name, operands, results, range(first, len(program.operations)))
         known.update(zip(eqn.outvars, results, strict=True))
     program.block, program.in_backward = outside
     return [value(v) for v in jaxpr.outvars]
@@ -360,6 +369,9 @@ def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:
 def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     name = eqn.primitive.name
     if (rule := _RULES.get(name)) is not None:
+        for value in operands:
+            if (found := program.read_as.get(id(value))) is not None:
+                found.add(str(eqn.params["new_dtype"]) if name == "convert_element_type" else "")
         return rule(program, eqn, operands)
     inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
     # The program inside a shard_map has the shapes of one device's shards: its dims cannot be compared with these.

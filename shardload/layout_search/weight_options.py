@@ -131,7 +131,8 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
     if option.moved:
         yield from batch_move(problem, weight, option.assignment, option.moved)
     hardware, sizes = problem.hardware, problem.sizes
-    local = weight.nbytes / problem.shard_count(weight.all_groups, option.assignment)
+    yield from _scattered(problem, weight, option)
+    local = weight.gathered_bytes / problem.shard_count(weight.all_groups, option.assignment)
     local /= math.prod(sizes[axis] for axis, _ in option.stored)
     for dim in reversed(range(len(weight.shape))):
         axes = tuple(axis for axis, of_dim in option.stored if of_dim == dim)
@@ -141,6 +142,21 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
             seconds = hardware.exchange_s("all-gather", local, axes=axes, size=size)
             # Gathered weights are not kept for the backward pass.
             yield WeightExchange("all-gather", axes, weight.passes, local, weight.passes * seconds)
+
+
+def _scattered(problem: Problem, weight: WeightKind, option: WeightOption) -> Iterator[WeightExchange]:
+    """Yield reduce-scatters of gradients in the place of all-reduces, if all batch axes split a weight's storage."""
+    stored, batch = {axis for axis, _ in option.stored}, {*problem.groups_of(problem.traced.batch)}
+    axes = tuple(a for a, k in problem.pinned.items() if k in batch and problem.sizes[a] > 1)
+    if not problem.hardware.reduce_scatter or option.moved or not axes or not {*axes} <= stored:
+        return
+    size = math.prod(problem.sizes[axis] for axis in axes)
+    for nbytes in weight.summed:
+        local = nbytes / problem.shard_count(weight.all_groups, option.assignment)
+        before = problem.hardware.exchange_s("all-reduce", local, axes=axes, size=size)
+        after = problem.hardware.exchange_s("reduce-scatter", local / size, axes=axes, size=size)
+        yield WeightExchange("all-reduce", axes, -1, -local, -before)
+        yield WeightExchange("reduce-scatter", axes, 1, local / size, after)
 
 
 def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> tuple[str, ...]:

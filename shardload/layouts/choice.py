@@ -66,6 +66,8 @@ class LayoutChoice:
     """``id(variable)`` → layout that the model computes with, for variables that are stored in another layout.
 
     ``by_id`` has the stored layout, which splits such a variable over more mesh axes. Each step gathers it for use."""
+    gather_dtypes: Mapping[int, str] = field(default_factory=dict)
+    """``id(variable)`` → dtype in which it is gathered, for those of ``uses`` that are read in a smaller dtype only."""
     remat: Mapping[str, Recompute] = field(default_factory=dict)
     """For each kind of blocks that recomputes values in the backward pass (by class name), which: see `LayoutPlan`."""
     call_layouts: tuple[CallLayouts, ...] = ()

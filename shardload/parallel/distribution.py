@@ -207,6 +207,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             batch_axes=choice.batch_axes,
             activations=choice.activations,
             uses=choice.uses,
+            gather_dtypes=choice.gather_dtypes,
             remat=choice.remat,
             call_layouts=choice.call_layouts,
         )

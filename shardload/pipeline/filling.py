@@ -128,6 +128,7 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
                 batch_axes=prepared.layouts.batch_axes,
                 activations=prepared.layouts.activations,
                 uses=prepared.layouts.uses,
+                gather_dtypes=prepared.layouts.gather_dtypes,
                 remat=prepared.layouts.remat,
                 call_layouts=prepared.layouts.call_layouts,
             )

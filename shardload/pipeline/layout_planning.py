@@ -93,9 +93,9 @@ class LayoutReport:
         weights = f"{format_count(self.parameters)} parameters, {', '.join(self.dtypes)}"
         lines = [f"source: {self.source} ({weights})", self.plan.summary(ascii_only=ascii_only)]
         for one in self.tried:
-            found = "does not fit: at least" if one.step_s is None else f"{one.step_s * 1e3:.4g} ms a step,"
+            outcome = "does not fit: at least" if one.step_s is None else f"{one.step_s * 1e3:.4g} ms a step,"
             chosen = ", chosen" if _sizes(one.mesh) == _sizes(self.plan.mesh) else ""
-            lines.append(f"mesh {_sizes(one.mesh)}: {found} {format_bytes(one.device_bytes)} per device{chosen}")
+            lines.append(f"mesh {_sizes(one.mesh)}: {outcome} {format_bytes(one.device_bytes)} per device{chosen}")
         if self.smallest is not None:
             lines.append(f"smallest mesh that fits: {_sizes(self.smallest.mesh)} ({self.smallest.mesh})")
         if self.compiled is not None:

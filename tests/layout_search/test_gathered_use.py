@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,21 +12,25 @@ import numpy as np
 import pytest
 from layout_models import LAYOUT_MODELS, loss_for
 
+import shardload
 from shardload import AutoShardDistribution
 from shardload.keras_bridge.gathered_use import Use, gathering
-from shardload.parallel import check_numbers, choose, compile_step, search
+from shardload.parallel import Hardware, check_numbers, choose, compile_step, search
 from shardload.sharding.mesh import MeshSpec
 
 MESH = MeshSpec(("batch", "model"), (2, 4))
+CPU = Hardware(reduce_scatter=False)
+"""XLA for CPU adds up whole gradients, of which devices then take their part."""
 
 
 def tight(found):
     """A plan with as many weights stored split over the batch axis as the limit takes."""
-    free = search(found.model, MESH, inputs=found.inputs, optimizer="adam")
+    find = partial(search, found.model, MESH, inputs=found.inputs, optimizer="adam", hardware=CPU)
+    free = find()
     weights = sum(v.nbytes for v in free.variables) * 4 // 8
     limit = int(weights * 1.2) + free.device.activations
-    options = {"device_memory_bytes": limit, "remat": "none", "sequence_parallel": False}  # for weights stored split
-    return search(found.model, MESH, inputs=found.inputs, optimizer="adam", **options)
+    # For weights stored split.
+    return find(device_memory_bytes=limit, remat="none", sequence_parallel=False)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +95,41 @@ def test_fit_and_predict_of_a_sharded_model_give_the_numbers_of_one_device(short
     for variable in sharded.trainable_variables:
         if variable.path in stored:
             assert variable.value.addressable_shards[0].data.size * 8 == variable.value.size
+
+
+def mixed(policy="mixed_bfloat16"):
+    """A model with weights that are read in bfloat16, and one that is also read in float32."""
+    keras.utils.set_random_seed(2)
+    tokens = keras.Input((16,), dtype="int32")
+    embedding = keras.layers.Embedding(256, 64, dtype=policy)
+    y = keras.layers.Dense(256, "gelu", dtype=policy, name="up")(embedding(tokens))
+    y = keras.layers.Dense(64, dtype=policy, name="down")(y)
+
+    class Logits(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.matmul(x, keras.ops.transpose(embedding.embeddings))
+
+    return keras.Model(tokens, Logits(dtype="float32")(y))
+
+
+def test_weights_are_gathered_in_the_dtype_in_which_all_operations_read_them():
+    model, tokens = mixed(), np.random.default_rng(0).integers(0, 256, (8, 16)).astype("int32")
+    plan = search(model, "fsdp=8", inputs=tokens, optimizer="adam")
+    stored = {v.path: v.gathered_as for v in plan.variables if v.stored}
+    assert stored == {"up/kernel": "bfloat16", "down/kernel": "bfloat16", "embedding/embeddings": ""}
+    whole = search(mixed("float32"), "fsdp=8", inputs=tokens, optimizer="adam")
+    gathers = [next(e.nbytes for e in p.exchanges if e.kind == "all-gather") for p in (whole, plan)]
+    kernels = sum(v.nbytes for v in plan.variables if v.gathered_as)
+    assert gathers[0] - gathers[1] == kernels  # half of the bytes, in two passes
+    scattered = next(e for e in plan.exchanges if e.kind == "reduce-scatter")
+    assert scattered.count >= len(stored)
+    target = np.random.default_rng(1).normal(size=(8, 16, 256)).astype("float32")
+    check_numbers(model, plan, tokens, target=target, loss="mse", training="adam").raise_if_wrong()
+    # As it was stored: a step gives float32 back.
+    shardload.AutoShardDistribution("fsdp=8", plan).shard(model)
+    model.compile("adam", "mse")
+    model.fit(tokens, target, verbose=0)
+    assert {str(v.value.dtype) for v in model.trainable_variables} == {"float32"}
 
 
 def test_gathered_weights_are_not_kept_for_the_backward_pass(short, short_plan):
