@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import LayoutError, UsageError, WriteError
+from shardload.errors import LayoutError, UsageError, WriteError, did_you_mean
 from shardload.keras_bridge.layer_layouts import CallLayouts
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.keras_bridge.variables import numbered
@@ -131,7 +131,7 @@ class LayoutPlan:
         if not found:
             raise LayoutError(
                 f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path. Use one of "
-                "plan.names"
+                f"plan.names.{did_you_mean(path, self.names)}"
             )
         limited, lines = self.device_memory_bytes is not None, []
         for name, v in found:

@@ -311,7 +311,8 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
         for w, o in chosen_options(problem, solution)
         if w.nbytes < LEAST_STORED_BYTES
     )
-    if not demand.small and least.total - small_bytes <= limit:
+    # Where they are much of the least, an error is to say what is left if they are split, too.
+    if not demand.small and (least.total - small_bytes <= limit or small_bytes > least.total // 50):
         return _within(problem, replace(demand, small=True, buffers=()), limit)
     what, way_out = "activations", "Use a larger mesh, a smaller batch, or a limit of that size"
     # A larger mesh does not help: the update gathers state on every device.

@@ -83,6 +83,12 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
     for axis in mesh.axes_of("sequence"):
         if problem.sizes[axis] > 1 and axis not in problem.pinned:
             yield f"axis {axis!r} splits nothing: its size divides the length of no sequence"
+    others = [dim for dim in problem.traced.sequences if not {*problem.groups_of(dim)} & {*problem.pinned.values()}]
+    if others and any(axis in problem.pinned for axis in mesh.axes_of("sequence")):
+        yield (
+            "inputs have sequences of different lengths: the plan counts one of them as split. Compile the step to see "
+            "what the others exchange"
+        )
     if problem.update_bytes:
         yield (
             f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "

@@ -128,7 +128,7 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
             ``none``.
         sequence_parallel (str | bool): Whether the axes for weights split activations along their sequence between the
             products with weights, in training (Megatron's sequence parallelism). By default ``"auto"``: if a step does
-            not fit otherwise.
+            not fit as it is.
 
     Raises:
         DoesNotFitError: When no layout keeps the limit; the message says which limit is enough.
@@ -208,7 +208,21 @@ class LayoutSearch:
             mesh = pins.mesh
         axes = mesh.batch_axes if batch_axes is None else tuple(batch_axes)
         limit = None if device_memory_bytes is None else int(device_memory_bytes)  # JSON has no integers of NumPy
-        return self._plan(self._fastest(_Asked(mesh, axes, fixed_specs(self.model, mesh, pins), limit), saving))
+        plan = self._plan(self._fastest(_Asked(mesh, axes, fixed_specs(self.model, mesh, pins), limit), saving))
+        return replace(plan, notes=(*plan.notes, *self._without_effect(saving, plan)))
+
+    def _without_effect(self, saving: Saving, plan: LayoutPlan) -> Iterator[str]:
+        """Yield notes on what was asked for, and is not in the plan."""
+        training = self.recorded.training
+        if saving.sequence_parallel is True and not plan.sequence_axes:
+            yield (
+                "no sequence is split between products: "
+                + ("no axis for weights divides one" if training else "that is for training steps")
+            )
+        if saving.remat in ("matmuls", "full") and not plan.remat:
+            yield "nothing is recomputed: " + (
+                "the model repeats no layer that has layers in it" if training else "that is for training steps"
+            )
 
     def fastest_of(
         self, meshes: Iterable[MeshSpec], device_memory_bytes: int | None, *, saving: Saving = Saving()
@@ -254,7 +268,7 @@ class LayoutSearch:
                 self._traced = trace(self.recorded)
             divided = divided_mesh(self._traced, mesh, batch_axes=asked.batch_axes)
             found, failed = list[_Fastest](), list[DoesNotFitError]()
-            for kinds, split_sequence in self._ways(saving, divided, asked):
+            for kinds, split_sequence in self._ways(saving, divided, asked, failed):
                 try:
                     found.append(self._solved(divided, asked, kinds, split_sequence))
                 except DoesNotFitError as error:
@@ -271,19 +285,24 @@ class LayoutSearch:
                     return self._solved(mesh, asked, best.problem.lifetimes.remat, best.problem.sequence is not None)
             return best
 
-    def _ways(self, saving: Saving, mesh: MeshSpec, asked: _Asked) -> Iterator[tuple[Mapping[str, Recompute], bool]]:
-        """Yield what to try: what blocks recompute, and whether activations are split along their sequence."""
+    def _ways(
+        self, saving: Saving, mesh: MeshSpec, asked: _Asked, failed: Sequence[DoesNotFitError]
+    ) -> Iterator[tuple[Mapping[str, Recompute], bool]]:
+        """Yield what to try: what blocks recompute, and whether activations are split along their sequence.
+
+        ``failed`` has the errors of what was tried so far.
+        """
         limited, split = asked.limit is not None, saving.sequence_parallel
         may_split = self._may_split_sequence(mesh, asked)
-        for at, kinds in enumerate(self._rematerialised(saving.remat, limited=limited)):
+        for kinds in self._rematerialised(saving.remat, limited=limited):
             if split != "auto":
                 yield kinds, split and may_split
                 continue
             # First as XLA does it by itself. If that does not fit, a split of the sequence needs less memory, and no
             # more time where sums are scattered.
-            if at == 0 or not may_split or not self.hardware.reduce_scatter:
+            if not (failed and may_split and self.hardware.reduce_scatter):
                 yield kinds, False
-            if limited and may_split:
+            if failed and may_split:
                 yield kinds, True
 
     def _may_split_sequence(self, mesh: MeshSpec, asked: _Asked) -> bool:

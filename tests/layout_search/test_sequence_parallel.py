@@ -108,6 +108,28 @@ def test_what_no_axis_can_split_stays_whole(mesh, length):
     inputs = {key: jax.ShapeDtypeStruct((8, length), "int32") for key in ("token_ids", "padding_mask")}
     plan = planned(model, mesh, inputs, sequence_parallel=True)
     assert not plan.sequence_axes and not plan.call_layouts
+    assert "no sequence is split between products: no axis for weights divides one" in plan.notes
+
+
+def test_what_is_asked_for_without_effect_is_noted():
+    model, inputs = decoder(layers=1)
+    notes = search(model, "1x8", inputs=inputs, sequence_parallel=True, remat="full").notes
+    assert "no sequence is split between products: that is for training steps" in notes
+    assert "nothing is recomputed: that is for training steps" in notes
+    flat = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    assert "the model repeats no layer" in search(flat, "1x8", optimizer="sgd", remat="full").notes[-1]
+
+
+def test_an_error_names_the_least_with_small_weights_stored_split():
+    inputs = keras.Input((16,))
+    y = inputs
+    for _ in range(20):
+        y = keras.layers.Dense(16, use_bias=False)(y)
+    model = keras.Model(inputs, y)
+    with pytest.raises(DoesNotFitError) as error:
+        search(model, "data=8", optimizer="adamw", device_memory_bytes=8 << 10)
+    assert error.value.least_bytes < 20 * 16 * 16 * 4 * 4
+    search(model, "data=8", optimizer="adamw", device_memory_bytes=error.value.least_bytes)
 
 
 def test_no_other_value_is_taken_for_the_option():
