@@ -49,6 +49,12 @@ def plan_of_solution(
 ) -> LayoutPlan:
     """Turn a solution into a `LayoutPlan`; ``demand`` is solved again with each decision reversed, to find its cost."""
     activations, _ = activation_peak(problem, solution)
+    # The axes may split other dims of all activations, such as their width.
+    kinds = problem.buffers.kinds if problem.buffers is not None else ()
+    is_split = any(
+        kind.in_sequence and problem.sequence_axes(kind.dim_groups, assignment_of(problem, solution, kind.dim_groups))
+        for kind in kinds
+    )
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
     return LayoutPlan(
         model=model.name,
@@ -64,8 +70,8 @@ def plan_of_solution(
         decisions=tuple(_decisions(problem, demand, solution, names)),
         constants=dataclasses.asdict(problem.hardware),
         remat=dict(problem.lifetimes.remat),
-        sequence_axes=() if problem.sequence is None else problem.sequence.axes,
-        call_layouts=tuple(call_layouts(problem, solution)),
+        sequence_axes=problem.sequence.axes if problem.sequence is not None and is_split else (),
+        call_layouts=tuple(call_layouts(problem, solution)) if is_split else (),
         notes=tuple(_notes(model, problem, solution, inputs, batch_axes)),
     )
 

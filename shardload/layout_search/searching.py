@@ -217,7 +217,11 @@ class LayoutSearch:
         if saving.sequence_parallel is True and not plan.sequence_axes:
             yield (
                 "no sequence is split between products: "
-                + ("no axis for weights divides one" if training else "that is for training steps")
+                + (
+                    "the axes for weights divide none, or split other dims"
+                    if training
+                    else "that is for training steps"
+                )
             )
         if saving.remat in ("matmuls", "full") and not plan.remat:
             yield "nothing is recomputed: " + (

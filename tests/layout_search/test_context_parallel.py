@@ -1,11 +1,10 @@
 """An axis for sequences splits the tokens of inputs: keys and values are gathered for attention."""
 
-from collections import Counter
-
 import jax
 import keras
 import numpy as np
 import pytest
+from collective_bytes import in_plan, in_program
 from layout_models import LAYOUT_MODELS, loss_for
 
 import shardload
@@ -29,13 +28,6 @@ def decoder(family, length=64):
     return model, {key: jax.ShapeDtypeStruct((8, length), "int32") for key in ("token_ids", "padding_mask")}
 
 
-def by_kind(exchanges):
-    found = Counter()
-    for kind, axes, nbytes in exchanges:
-        found[kind, axes] += nbytes
-    return found
-
-
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("mesh", [ALONE, BOTH])
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt2"])
@@ -43,8 +35,7 @@ def test_a_compiled_step_exchanges_the_planned_bytes(family, mesh, remat):
     model, inputs = decoder(family)
     plan = search(model, mesh, inputs=inputs, optimizer="adamw", remat=remat)
     step = compile_step(model, plan, inputs, training="gradients")
-    planned = by_kind((e.kind, e.axis, e.nbytes) for e in plan.exchanges)
-    compiled = by_kind((c.kind, "+".join(c.axes), c.total_bytes) for c in step.collectives)
+    planned, compiled = in_plan(plan), in_program(step)
     assert planned.keys() == compiled.keys() and plan.notes == ()
     # The mask of padding is gathered, too: a few bytes for each token. The plan counts the arrays that weights make.
     mask = 3 * 4 * inputs["padding_mask"].size

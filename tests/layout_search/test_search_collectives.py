@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import keras
 import pytest
+from collective_bytes import in_plan, in_program
 from layout_models import LAYOUT_MODELS, MESHES
 
 import shardload
@@ -42,20 +43,6 @@ def planned(name, mesh, optimizer=None):
         found = LAYOUT_MODELS[name]()
     plan = search(found.model, MeshSpec.parse(mesh), inputs=found.inputs, optimizer=optimizer, hardware=FAST_LINKS)
     return found, plan, choose(found.model, plan.mesh, plan)
-
-
-def in_plan(plan):
-    found = Counter()
-    for exchange in plan.exchanges:
-        found[exchange.kind, exchange.axis] += exchange.nbytes
-    return found
-
-
-def in_program(step):
-    found = Counter()
-    for collective in step.collectives:
-        found[collective.kind, "+".join(collective.axes)] += collective.total_bytes
-    return found
 
 
 @pytest.mark.parametrize(("name", "mesh", "step"), [*cases()])
