@@ -61,12 +61,14 @@ def test_no_weights_are_needed_and_the_notes_say_so():
 def test_the_model_is_traced_once_for_every_limit_and_mesh(compiled_to, monkeypatch):
     traces, make_jaxpr = [], jax.make_jaxpr
     monkeypatch.setattr(jax, "make_jaxpr", lambda step: traces.append(step) or make_jaxpr(step))
-    plans = compiled_to(1.2)
-    needed = plan_layouts(request(), TRAINED).plan.device.total
+    limit = int(plan_layouts(request(), TRAINED).plan.device.total * 1.1)
     assert len(traces) == 1
-    found = plan_layouts(request(int(needed * 1.1)), replace(TRAINED, compile=True))
-    assert len(plans) == 2 and found.smallest is not None
+    planned = plan_layouts(request(limit), TRAINED).plan.device.total
     assert len(traces) == 2
+    plans = compiled_to(1.1 * limit / planned)  # the first plan is over the limit, so a second is searched
+    found = plan_layouts(request(limit), replace(TRAINED, compile=True))
+    assert len(plans) == 2 and found.smallest is not None
+    assert len(traces) == 3
 
 
 def test_a_step_that_compiles_within_the_limit_is_taken_at_once(compiled_to):
