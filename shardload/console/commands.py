@@ -212,6 +212,7 @@ def plan(
     remat: options.RematOption = options.RematChoice.AUTO,
     sequence_parallel: options.SequenceParallelOption = options.SequenceParallelChoice.AUTO,
     devices: options.DevicesOption = None,
+    fused_attention: options.FusedAttentionOption = False,
     compile: options.CompileStepOption = False,
     save_plan: options.SavePlanOption = None,
     svg: options.SvgOption = None,
@@ -258,7 +259,7 @@ def plan(
         raise typer.BadParameter(
             f"{given[0]} is for a training step. Add --train with an optimizer.", param_hint=given[0]
         )
-    searched = _searched(layout, {**steps, "save-plan": save_plan, "svg": svg})
+    searched = _searched(layout, {**steps, "fused-attention": fused_attention, "save-plan": save_plan, "svg": svg})
     if searched and hosts is not None:
         raise typer.BadParameter("A search for layouts plans no reads: leave --hosts out.", param_hint="--hosts")
     if searched and kv_cache is not None:
@@ -302,6 +303,7 @@ def plan(
                         remat.value,
                         microbatches or 1,
                         sequence_parallel.for_search,
+                        fused_attention,
                         devices,
                     ),
                 )

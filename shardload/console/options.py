@@ -360,6 +360,13 @@ SequenceParallelOption = Annotated[
         "or if a step does not fit within --device-memory otherwise.",
     ),
 ]
+FusedAttentionOption = Annotated[
+    bool,
+    typer.Option(
+        "--fused-attention",
+        help="Count attention as one kernel that stores no scores, as on a GPU, where a search counts them otherwise.",
+    ),
+]
 PlanDtypeOption = Annotated[
     str | None,
     typer.Option(

@@ -31,6 +31,10 @@ class Hardware:
     reduce_scatter: bool = True
     """Whether XLA makes a reduce-scatter of an all-reduce of whose result each device needs a part. It does for TPU and
     GPU, and not for CPU."""
+    fused_attention: bool = False
+    """Whether attention runs in one kernel that stores no scores, neither for the backward pass nor on the way: flash
+    attention, which Keras uses on a GPU where cuDNN has it. XLA stores them, as on CPU, and on TPU for the models of
+    KerasHub, whose masks are computed in the step."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis_bytes_per_s, Mapping):
@@ -44,8 +48,9 @@ class Hardware:
         finite = not any(isinstance(n, bool) or not isinstance(n, Real) or not math.isfinite(n) for n in every)
         if not finite or min(rates) <= 0 or self.latency_s < 0:
             raise LayoutError(f"Cannot plan with {self}: rates must be positive and the latency not negative")
-        if not isinstance(self.reduce_scatter, bool):
-            raise LayoutError(f"Cannot plan with reduce_scatter={self.reduce_scatter!r:.60}: expected True or False")
+        for name in ("reduce_scatter", "fused_attention"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise LayoutError(f"Cannot plan with {name}={flag!r:.60}: expected True or False")
         for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "latency_s"):
             object.__setattr__(self, name, float(getattr(self, name)))  # plans are JSON, which has no numbers of NumPy
         axes = {axis: float(rate) for axis, rate in self.axis_bytes_per_s.items()}

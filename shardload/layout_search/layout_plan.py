@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardload.errors import LayoutError, UsageError, WriteError, did_you_mean
 from shardload.keras_bridge.layer_layouts import CallLayouts
@@ -37,6 +37,10 @@ from shardload.typing import PathLike
 from shardload.units import format_bytes, plural
 
 _FORMAT = "shardload layout plan, version 1"
+_ATTENTION = {
+    "stored": "its scores count as stored, as XLA does; if a fused kernel runs it, as on GPU, use --fused-attention",
+    "fused": "a fused kernel runs it, so its scores do not count as stored",
+}
 _WRITTEN = "Use a file as LayoutPlan.save wrote it, or plan again"
 
 
@@ -71,6 +75,8 @@ class LayoutPlan:
     """Mesh axes that split activations along their sequence where they split no other dim of these; usually none."""
     call_layouts: tuple[CallLayouts, ...] = ()
     """Layouts at both ends of layers with weights, if activations are split along their sequence."""
+    attention: Literal["", "stored", "fused"] = ""
+    """Whether the scores of attention count as stored, or as kept in a fused kernel; empty for a step without them."""
     compiled: CompiledCheck | None = None
     """Memory and collectives of the planned step as XLA compiled it; ``None`` if it was not compiled."""
     numbers: ComparedNumbers | None = None
@@ -155,6 +161,8 @@ class LayoutPlan:
         if self.sequence_axes:
             axes = "+".join(self.sequence_axes)
             lines.append(f"between products with weights, activations are split along their sequence over {axes}")
+        if self.attention:
+            lines.append(f"attention: {_ATTENTION[self.attention]}")
         lines += [*picture.layout_lines(), f"cost constants: {self._rates}", *(f"note: {note}" for note in self.notes)]
         if self.compiled is not None:
             lines.append(self.compiled.line(self.device_memory_bytes))
@@ -176,6 +184,7 @@ class LayoutPlan:
         why, with what the opposite decisions cost.
         """
         facts = [("A step", f"about {self.step_s * 1e3:.4g} ms, {format_bytes(self.exchanged_bytes)} of collectives")]
+        facts += [("Attention", _ATTENTION[self.attention])] if self.attention else []
         facts += [("Note", note) for note in self.notes]
         facts += [("Compiled", self.compiled.line(self.device_memory_bytes))] if self.compiled is not None else []
         facts += [("Compared", self.numbers.line())] if self.numbers is not None else []

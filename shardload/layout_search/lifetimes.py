@@ -41,8 +41,11 @@ class Lifetimes:
         return found if found is not None else ((value.born, value.last_use),) if value.stored else ()
 
 
-def lifetimes(traced: Traced, remat: Mapping[str, Recompute]) -> Lifetimes:
-    """Return what changes if the kinds of blocks in ``remat`` recompute what it says."""
+def lifetimes(traced: Traced, remat: Mapping[str, Recompute], *, fused_attention: bool = False) -> Lifetimes:
+    """Return what changes if the kinds of blocks in ``remat`` recompute what it says.
+
+    With ``fused_attention``, scores and their gradients never need a buffer.
+    """
     program, spans, again = traced.program, dict[int, tuple[Span, ...]](), set[int]()
     begin: dict[str, int] = {}
     of_block: dict[str, list[Value]] = {}
@@ -64,6 +67,9 @@ def lifetimes(traced: Traced, remat: Mapping[str, Recompute]) -> Lifetimes:
             # Several blocks may start from it: the first block of the model is the last to read it again.
             known = spans.get(id(value), ((value.born, value.last_use),))
             spans[id(value)] = ((value.born, max(known[-1][1], begins)),)
+    if fused_attention:
+        scores = (v for v in program.values if frozenset(program.factors(v.factors)) in traced.scores)
+        spans |= {id(value.root): () for value in scores}
     # Weights need no buffer besides their own.
     for _, value in traced.weights:
         spans.pop(id(value), None)

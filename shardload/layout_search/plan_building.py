@@ -72,6 +72,7 @@ def plan_of_solution(
         remat=dict(problem.lifetimes.remat),
         sequence_axes=problem.sequence.axes if problem.sequence is not None and is_split else (),
         call_layouts=tuple(call_layouts(problem, solution)) if is_split else (),
+        attention=("fused" if problem.hardware.fused_attention else "stored") if problem.traced.scores else "",
         notes=tuple(_notes(model, problem, solution, inputs, batch_axes)),
     )
 

@@ -53,6 +53,8 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in
     # two: for a transformer block, the residual stream.
     results = []
+    if eqn.primitive.name in ("exp", "exp2") and not program.in_backward:
+        program.exponents.append(operands[0])
     for i, var in enumerate(eqn.outvars):
         shape = tuple(var.aval.shape)
         if len(eqn.outvars) == len(operands) > 1:
@@ -362,6 +364,8 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
             dims[at] = of
     made = fresh(program, eqn.outvars[0], dims)
     made.of_weights = not left_batch
+    if left_batch and not {id(left.base), id(right.base)} & program.read_as.keys():
+        program.batched_products.append(made)
     exchanges = []
     for a, b in zip(left_sum, right_sum, strict=True):
         # Scores have the tokens of keys whole: their product with values gathers the values.

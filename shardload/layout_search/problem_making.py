@@ -78,7 +78,7 @@ def make_problem(
         (),
         frozenset(),
         {},
-        lifetimes(traced, remat or {}),
+        lifetimes(traced, remat or {}, fused_attention=hardware.fused_attention),
         update_bytes=optimizer.update_bytes,
         sizes=sizes,
     )
@@ -353,9 +353,17 @@ def _work(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy]) 
         sequence = problem.sequence
         return sequence is not None and op.from_weights and not sequence.dim_groups & {*problem.groups_of(op.minor)}
 
+    program = problem.traced.program
+    scores = problem.traced.scores if problem.hardware.fused_attention else frozenset()
+
+    def written(op: Operation) -> float:
+        # A fused kernel keeps scores to itself.
+        dims = {*program.factors(op.dims)} if scores else set()
+        return 0 if any(one <= dims for one in scores) else op.nbytes
+
     merged: Counter[WorkKind] = Counter()
     fixed_s = 0.0
-    for at, op in enumerate(problem.traced.program.operations):
+    for at, op in enumerate(program.operations):
         times = 2 if at in problem.lifetimes.again else 1
         exchanges = tuple(
             # All of `unless` counts: what no axis can split is not fully split.
@@ -366,9 +374,9 @@ def _work(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy]) 
         dims = groups(op.dims)
         # The rest takes the same time under every plan, so the time of a step does not count it.
         if dims or exchanges:
-            merged[WorkKind(op.name, dims, op.flops, op.nbytes, exchanges, 0, works_in_sequence(op))] += times
+            merged[WorkKind(op.name, dims, op.flops, written(op), exchanges, 0, works_in_sequence(op))] += times
         else:
-            fixed_s += times * problem.hardware.compute_s(op.flops, op.nbytes)
+            fixed_s += times * problem.hardware.compute_s(op.flops, written(op))
     for copy in copies:
         gather = Exchange(
             "all-gather",

@@ -222,6 +222,10 @@ class Program:
     """By ``id`` of a weight: the dtypes to which operations convert it; ``""`` where one reads it as it is."""
     made_by: dict[int, tuple[str, Sequence[Value], range]] = field(default_factory=dict)
     """By ``id`` of a value of the backward pass: the primitive that made it, its operands and operations."""
+    batched_products: list[Value] = field(default_factory=list)
+    """Results of products of activations with activations that have batch dims, as of queries and keys."""
+    exponents: list[Value] = field(default_factory=list)
+    """Operands of ``exp`` in the forward pass, as in a softmax."""
     clock: int = 0
     block: str = ""
     """The block of the model (a repeated layer) to whose forward or backward pass the current equation belongs."""
@@ -414,6 +418,11 @@ class Program:
             self.backward_from.setdefault(self.block, self.clock)
         elif self.block:
             self.equations.setdefault(self.block, []).append(Equation((*operands,), (*results,), operations))
+
+    def scores(self) -> frozenset[frozenset[int]]:
+        """Return the factors of each array of attention scores: products of activations that go into a softmax."""
+        products = {frozenset(self.factors(value.factors)) for value in self.batched_products}
+        return frozenset(products & {frozenset(self.factors(value.factors)) for value in self.exponents})
 
     def need_whole(self, value: Value, dim: int, *, why: str, unless: Factors = ()) -> None:
         """Record that an operation needs a dim whole: if the dim is split, the value is gathered first.

@@ -58,6 +58,8 @@ class Traced:
     """The second dims of inputs that are sequences, such as token ids: those of an encoder and a decoder may differ."""
     summed: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """By ``id`` of a weight: the bytes of each all-reduce over the batch whose results make up its gradient."""
+    scores: frozenset[frozenset[int]] = frozenset()
+    """The factors of each array of attention scores."""
 
 
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
@@ -240,7 +242,9 @@ def trace(recorded: Recorded) -> Traced:
         results[-recorded.trainable :] if recorded.training and recorded.trainable else [],
     )
     summed = {id(v): program.summed(gradient, batch) for v, gradient in zip(values, gradients, strict=False)}
-    return Traced(program, weights, batch, recorded.training, recorded.blocks, born, sequences, summed)
+    return Traced(
+        program, weights, batch, recorded.training, recorded.blocks, born, sequences, summed, program.scores()
+    )
 
 
 def _sequences(program: Program, closed: ClosedJaxpr, values: Sequence[Value], weights: int) -> tuple[Factors, ...]:

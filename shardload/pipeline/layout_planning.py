@@ -16,6 +16,7 @@ from typing import Any
 from shardload.errors import DoesNotFitError, UsageError
 from shardload.hub.built import dense_experts_note
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.optimizer_memory import checked_optimizer
 from shardload.layout_search.searching import (
     BATCH_PER_POSITION,
@@ -60,6 +61,8 @@ class StepSpec:
     sequence_parallel: SequenceParallel = "auto"
     """Whether axes for weights split activations along their sequence, between products with weights."""
 
+    fused_attention: bool = False
+    """Whether attention runs in a kernel that stores no scores, as on GPU."""
     devices: int | None = None
     """Number of devices, to search on all meshes ``batch`` x ``model`` of so many instead of the given mesh."""
 
@@ -164,7 +167,8 @@ class _Planning:
             check_positive(batch=self.rows, sequence=self.step.sequence)
             inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
             check_rows(model, inputs, self.rows)
-            search = LayoutSearch(model, inputs, optimizer=self.optimizer)
+            hardware = Hardware(fused_attention=self.step.fused_attention)
+            search = LayoutSearch(model, inputs, optimizer=self.optimizer, hardware=hardware)
         plan, compiled = self._planned(search, manifest)
         smallest = self._smallest(search, plan)
         spent, sizes = dict(self.clock.stages), Counter[str]()
