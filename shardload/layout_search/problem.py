@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.layout_search.dim_groups import DimGroups
 from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.lifetimes import Lifetimes
 from shardload.layout_search.optimizer_memory import Slot
@@ -176,11 +177,7 @@ class Problem:
     """The mesh that the caller gave; ``mesh`` may have parts of its axes instead of the axes."""
     hardware: Hardware
     traced: Traced
-    dim_group_of: Mapping[int, int]
-    """For each factor of the traced program (which dims that must be split alike share), the number of its dim group. A
-    dim group joins the factors that play the same part in equal layers."""
-    length: Mapping[int, int]
-    """For each dim group, the length of its factors. The number of parts must divide it."""
+    dim_groups: DimGroups
     weights: tuple[WeightKind, ...]
     work: tuple[WorkKind, ...]
     conflicts: frozenset[frozenset[int]]
@@ -214,8 +211,12 @@ class Problem:
 
     def groups_of(self, dims: Factors) -> Factors:
         """Return the dim groups (dims split alike) of some factors, in their order; of factors without one, none."""
-        found = (self.dim_group_of.get(factor) for factor in self.traced.program.factors(dims))
-        return tuple(k for k in found if k is not None)
+        return self.dim_groups.of(dims)
+
+    @property
+    def length(self) -> Mapping[int, int]:
+        """For each dim group, the length of its factors."""
+        return self.dim_groups.length
 
     def shard_count(self, dim_groups: Sequence[int], assignment: Assignment) -> int:
         """Return the number of shards of a tensor with these dim groups, if axes split dims as in ``assignment``."""

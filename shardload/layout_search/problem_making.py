@@ -1,9 +1,7 @@
-"""Make the problem of a traced program: find the dims that play the same part, and merge equal work and weights.
+"""Make the problem of a traced program on a mesh: what can be split, and what that costs.
 
-A *dim group*, identified by a number, is what a plan decides about: an axis splits all its dims or none. It joins all
-factors of the traced program that play the same part, such as those of the hidden dims of all layers of a transformer.
-Equal operations and equal weights are merged, too. So the size of the problem depends on how many different layers a
-model has.
+Equal operations and equal weights are merged. So the size of the problem depends on how many different layers a model
+has.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardload.keras_bridge.recomputation import Recompute
+from shardload.layout_search.dim_groups import DimGroups
 from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.lifetimes import Lifetimes, lifetimes
 from shardload.layout_search.optimizer_memory import OptimizerMemory, Slot
@@ -39,15 +38,11 @@ from shardload.sharding.mesh import MeshSpec
 
 _LEAST_DECIDED_BYTES = 1 << 10
 """A search makes no decision about dims that only variables of fewer bytes have, such as seeds of layers."""
-_ROUNDS = 3
-"""In how many rounds a search compares factors (which dims that must be split alike share), to find those that play the
-same part in equal layers. The first round compares the operations and weights that have the factors. Each later round
-goes one step further: to the operations and weights that share other factors with these. Factors that no round tells
-apart become one decision: a mesh axis splits all of them or none."""
 
 
 def make_problem(
     traced: Traced,
+    dim_groups: DimGroups,
     mesh: MeshSpec,
     hardware: Hardware,
     *,
@@ -64,8 +59,6 @@ def make_problem(
     of theirs.
     """
     program = traced.program
-    dim_groups = _dim_groups(traced)
-    length = {dim_group: program.length(factor) for factor, dim_group in dim_groups.items()}
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.axes}
     problem = Problem(
         mesh,
@@ -73,7 +66,6 @@ def make_problem(
         hardware,
         traced,
         dim_groups,
-        length,
         (),
         (),
         frozenset(),
@@ -240,52 +232,6 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
                 yield dim_group, axis
 
 
-def _dim_groups(traced: Traced) -> dict[int, int]:
-    """Return, for each factor of the program, the number of its dim group: one for the same factors of equal layers."""
-    program = traced.program
-    uses = Counter(_signature(program, op) for op in program.operations)
-    for variable, value in traced.weights:
-        about = "weight", value.shape, value.itemsize, bool(variable.trainable)
-        uses[program.factors(value.factors), about] += 1
-    batch = program.factors(traced.batch)
-    # Sorted, so that every process numbers the dim groups alike and arrives at the same plan.
-    factors = sorted({*itertools.chain(*(dims for dims, _ in uses)), *batch})
-    colour: dict[int, Any] = {f: (program.length(f), f in batch) for f in factors}
-    # Each round adds to a factor's colour those of its neighbours: weights and operations that have it in a dim, with
-    # the position and all other dims. Colours are hashes, as nested tuples would grow with every round.
-    for _ in range(_ROUNDS):
-        seen: dict[int, Counter[Any]] = {f: Counter() for f in factors}
-        for (dims, about), count in uses.items():
-            colours = tuple(colour[f] for f in dims)
-            for i, f in enumerate(dims):
-                seen[f][hash((i, about, colours))] += count
-        colour = {f: hash((colour[f], frozenset(seen[f].items()))) for f in factors}
-    # By first occurrence, not by hash: hashes of strings differ between processes.
-    numbers: dict[Any, int] = {}
-    dim_groups = {f: numbers.setdefault(colour[f], len(numbers)) for f in factors}
-    # Apart, or one decision would split two dims of a tensor over the same axis.
-    clash: set[int] = set()
-    for tensor in program.tensors:
-        meeting = Counter(dim_groups[f] for f in {*itertools.chain(*map(program.factors, tensor))} & dim_groups.keys())
-        clash |= {dim_group for dim_group, count in meeting.items() if count > 1}
-    following = itertools.count(len(numbers))
-    return {f: next(following) if k in clash else k for f, k in dim_groups.items()}
-
-
-def _signature(program: Program, op: Operation) -> tuple[Factors, tuple[Any, ...]]:
-    """Return the factors of an operation's dims, and a tuple of all else, which is equal for equal work."""
-    dims = [*program.factors(op.dims)]
-    exchanges = []
-    for e in op.exchanges:
-        # Positions in `dims` instead of factors, which differ from layer to layer.
-        ends = [len(dims)]
-        for part in (e.split, e.dims, e.unless):
-            dims += program.factors(part)
-            ends.append(len(dims))
-        exchanges.append((e.kind, e.nbytes, *ends))
-    return tuple(dims), (op.name, op.flops, op.nbytes, tuple(exchanges))
-
-
 def _weights(
     problem: Problem, pins: Mapping[int, Spec], slots: Mapping[int, tuple[Slot, ...]]
 ) -> tuple[WeightKind, ...]:
@@ -346,28 +292,29 @@ def _work(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy]) 
     Operations of equal cost are merged, with their count.
     """
 
-    def groups(dims: Factors) -> Factors:
-        return tuple(sorted({*problem.groups_of(dims)} & relevant))
+    def groups(own: Factors) -> Factors:
+        return tuple(sorted({*own} & relevant))
 
     def works_in_sequence(op: Operation) -> bool:
         sequence = problem.sequence
-        return sequence is not None and op.from_weights and not sequence.dim_groups & {*problem.groups_of(op.minor)}
+        return sequence is not None and op.from_weights and not sequence.dim_groups & {*op.minor}
 
-    program = problem.traced.program
-    scores = problem.traced.scores if problem.hardware.fused_attention else frozenset()
+    fused = problem.traced.scores if problem.hardware.fused_attention else frozenset()
+    scores = {frozenset(problem.groups_of((*one,))) for one in fused}
 
     def written(op: Operation) -> float:
         # A fused kernel keeps scores to itself.
-        dims = {*program.factors(op.dims)} if scores else set()
-        return 0 if any(one <= dims for one in scores) else op.nbytes
+        return 0 if any(one <= {*op.dims} for one in scores) else op.nbytes
 
     merged: Counter[WorkKind] = Counter()
     fixed_s = 0.0
-    for at, op in enumerate(program.operations):
-        times = 2 if at in problem.lifetimes.again else 1
+    known = problem.dim_groups
+    done = np.bincount(known.kind, minlength=len(known.kinds))
+    done += np.bincount(known.kind[[*problem.lifetimes.again]], minlength=len(known.kinds))
+    for op, times in zip(known.kinds, map(int, done), strict=True):
         exchanges = tuple(
             # All of `unless` counts: what no axis can split is not fully split.
-            Exchange(e.kind, split, e.nbytes, groups(e.dims), tuple(sorted({*problem.groups_of(e.unless)})))
+            Exchange(e.kind, split, e.nbytes, groups(e.dims), tuple(sorted({*e.unless})))
             for e in op.exchanges
             if (split := groups(e.split))
         )
@@ -382,7 +329,7 @@ def _work(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy]) 
             "all-gather",
             copy.foreign,
             copy.value.nbytes,
-            groups(copy.value.factors),
+            groups(problem.groups_of(copy.value.factors)),
             along_sequence=True,
             same_as=copy.same_as,
         )

@@ -6,6 +6,7 @@ options ─► checked inputs ─► LayoutSearch: the step, traced once ─► 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 
 from shardload.errors import DoesNotFitError, LayoutError, UsageError, did_you_mean
 from shardload.keras_bridge.recomputation import Recompute
+from shardload.layout_search.dim_groups import DimGroups
 from shardload.layout_search.given_layouts import fixed_specs
 from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.layout_plan import LayoutPlan
@@ -192,7 +194,14 @@ class LayoutSearch:
         with collector_paused():
             self.recorded = record_program(model, inputs, training=optimizer is not None, arguments=arguments)
         self.optimizer_memory = memory_of_optimizer(optimizer, model.trainable_variables)
-        self._traced: Traced | None = None
+
+    @functools.cached_property
+    def _traced(self) -> Traced:
+        return trace(self.recorded)
+
+    @functools.cached_property
+    def _dim_groups(self) -> DimGroups:
+        return DimGroups(self._traced)
 
     def on(
         self,
@@ -268,8 +277,6 @@ class LayoutSearch:
         mesh = asked.mesh
         mesh.check_no_stages()
         with collector_paused():
-            if self._traced is None:
-                self._traced = trace(self.recorded)
             divided = divided_mesh(self._traced, mesh, batch_axes=asked.batch_axes)
             found, failed = list[_Fastest](), list[DoesNotFitError]()
             for kinds, split_sequence in self._ways(saving, divided, asked, failed):
@@ -311,7 +318,6 @@ class LayoutSearch:
 
     def _may_split_sequence(self, mesh: MeshSpec, asked: _Asked) -> bool:
         """Whether a step of training has activations with a sequence that axes for weights can split."""
-        assert self._traced is not None
         axes = [a for a in mesh.axes_of("model") if a not in asked.batch_axes]
         parts = math.prod(map(mesh.axis_size, axes))
         program = self._traced.program
@@ -342,7 +348,6 @@ class LayoutSearch:
 
     def _rematerialised(self, remat: Remat, *, limited: bool) -> Iterator[Mapping[str, Recompute]]:
         """Yield what to try: for each kind of blocks, whether and what it recomputes."""
-        assert self._traced is not None
         kinds = sorted({*self._traced.blocks.values()}) if self._traced.training else []
         if isinstance(remat, Mapping):
             yield {kind: mode for kind, mode in remat.items() if mode != "none"}
@@ -367,7 +372,6 @@ class LayoutSearch:
         split_sequence: bool,
     ) -> _Fastest:
         """Search on a mesh that may have parts of the axes of the mesh that was asked for."""
-        assert self._traced is not None
         parts = asked.mesh.parts_in(mesh) or {}
         divided = {
             key: tuple(tuple(itertools.chain(*(parts[axis] for axis in axes))) for axes in spec)
@@ -375,6 +379,7 @@ class LayoutSearch:
         }
         problem = make_problem(
             self._traced,
+            self._dim_groups,
             mesh,
             self.hardware.on(mesh, parts),
             batch_axes=asked.batch_axes,
