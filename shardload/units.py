@@ -35,6 +35,17 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def rows_and_tokens(wanted: tuple[int, int] | str) -> tuple[int, int]:
+    """Return the rows and tokens of a KV cache: of a pair, or of text such as ``8x4096``; ``4096`` is one row."""
+    found: Any = wanted
+    if isinstance(wanted, str) and (match := KV_CACHE.fullmatch(wanted)):
+        found = (int(match[1] or 1), int(match[2]))
+    is_pair = isinstance(found, tuple | list) and len(found) == 2
+    if not is_pair or not all(is_integer(number) and number > 0 for number in found):
+        raise UsageError(f"Cannot use kv_cache={wanted!r:.60}: expected rows and tokens, such as '8x4096' or (8, 4096)")
+    return int(found[0]), int(found[1])
+
+
 def is_real(value: object) -> bool:
     """Whether a value is a real number of Python or NumPy; false for a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -262,10 +262,8 @@ def plan(
     searched = _searched(layout, {**steps, "fused-attention": fused_attention, "save-plan": save_plan, "svg": svg})
     if searched and hosts is not None:
         raise typer.BadParameter("A search for layouts plans no reads: leave --hosts out.", param_hint="--hosts")
-    if searched and kv_cache is not None:
-        raise typer.BadParameter(
-            "A search for layouts has a cache of its own batch: leave --kv-cache out.", param_hint="--kv-cache"
-        )
+    if train is not None and kv_cache is not None:
+        raise typer.BadParameter("A step of training keeps no KV cache: leave --kv-cache out.", param_hint="--kv-cache")
     on_mesh = "1x1" if spec is None else str(spec)
     with streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
@@ -289,6 +287,7 @@ def plan(
                     mesh=on_mesh,
                     dtype=dtype,
                     device_memory_bytes=device_memory,
+                    kv_cache=kv_cache,
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),
                     progress=progress,

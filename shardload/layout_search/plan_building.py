@@ -27,7 +27,7 @@ from shardload.layout_search.linear_program import (
     fastest_that_fits,
     state_memory,
 )
-from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
+from shardload.layout_search.plan_parts import Decision, DeviceBytes, PlannedExchange, PlannedVariable
 from shardload.layout_search.problem import Problem, WeightKind
 from shardload.layout_search.program import Factors, OperandRead, Value
 from shardload.layout_search.tracing import input_summary, line_of
@@ -48,7 +48,7 @@ def plan_of_solution(
     limit: int | None,
 ) -> LayoutPlan:
     """Turn a solution into a `LayoutPlan`; ``demand`` is solved again with each decision reversed, to find its cost."""
-    activations, _ = activation_peak(problem, solution)
+    device = memory_of(problem, solution)
     # The axes may split other dims of all activations, such as their width.
     kinds = problem.buffers.kinds if problem.buffers is not None else ()
     is_split = any(
@@ -63,7 +63,7 @@ def plan_of_solution(
         training=problem.traced.training,
         inputs=input_summary(inputs),
         variables=tuple(_variables(model, problem, solution)),
-        device=replace(state_memory(problem, solution), activations=activations),
+        device=device,
         device_memory_bytes=limit,
         step_s=solution.seconds,
         exchanges=tuple(_exchanges(problem, solution)),
@@ -75,6 +75,16 @@ def plan_of_solution(
         attention=("fused" if problem.hardware.fused_attention else "stored") if problem.traced.scores else "",
         notes=tuple(_notes(model, problem, solution, inputs, batch_axes)),
     )
+
+
+def memory_of(problem: Problem, solution: Solution) -> DeviceBytes:
+    """Return what a device needs at the moment of a step at which it needs most."""
+    activations, _ = activation_peak(problem, solution)
+    kept = sum(
+        nbytes // problem.shard_count(groups, assignment_of(problem, solution, groups))
+        for groups, nbytes in problem.kv_cache.items()
+    )
+    return replace(state_memory(problem, solution), activations=max(activations - kept, 0), kv_cache=kept)
 
 
 def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_axes: Sequence[str]) -> Iterator[str]:
@@ -107,7 +117,7 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
     for name, count in sorted(problem.traced.program.unknown.items()):
         what = "" if name.startswith("while") else ": its operands count as gathered, its results as replicated"
         yield f"{'no rule for ' if what else ''}{name} (x{count}){what}"
-    if problem.traced.training or not hasattr(model, "generate"):
+    if problem.traced.training or problem.kv_cache or not hasattr(model, "generate"):
         return
     # A forward pass keeps no KV cache, which the models of KerasHub that generate have.
     cache = ""
@@ -121,7 +131,7 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
                 f": {format_bytes(found.nbytes)} over all devices for {rows} x {plural(tokens, 'token')}, "
                 f"{format_bytes(share)} on each"
             )
-    yield f"generate() also keeps a KV cache, which is not counted{cache}"
+    yield f"generate() also keeps a KV cache, which is not counted{cache}. To count it, pass kv_cache (--kv-cache)"
 
 
 def _idle_notes(problem: Problem, solution: Solution) -> Iterator[str]:

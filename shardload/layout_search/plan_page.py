@@ -35,7 +35,9 @@ def plan_page(
 
 def _devices(picture: PlanPicture, axes: dict[str, int]) -> Chart:
     device, limit = picture.device, picture.limit
-    sizes = {part: getattr(device, part) for part in MEMORY_PARTS}
+    sizes = {
+        label: getattr(device, part) for part, label in MEMORY_PARTS.items() if part != "kv_cache" or device.kv_cache
+    }
     parts = tuple(sizes.values())
     bars = (("device", f"device {i}  {at}", parts) for i, at in enumerate(mesh_positions(axes)))
     caption = "Estimated memory of each device, at the moment of a step at which it needs most"

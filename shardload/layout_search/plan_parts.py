@@ -104,11 +104,13 @@ class DeviceBytes:
     slots: int
     activations: int
     """Bytes of the activations, or bytes that the optimizer's update needs besides the slots: whichever is more."""
+    kv_cache: int = 0
+    """Bytes of the KV cache, if the search was asked to count one."""
 
     @property
     def total(self) -> int:
-        """Bytes of weights, gradients, slots and activations together."""
-        return self.weights + self.gradients + self.slots + self.activations
+        """Bytes of all parts together."""
+        return self.weights + self.gradients + self.slots + self.activations + self.kv_cache
 
 
 @dataclass(frozen=True, slots=True)

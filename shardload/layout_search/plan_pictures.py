@@ -26,8 +26,14 @@ _WIDTH = 40
 """Width of a full bar in the text picture, in characters."""
 _NAME_WIDTH = 56
 """Width of the column of names, in characters. A longer name moves the rest of its line to the right."""
-MEMORY_PARTS = ("weights", "gradients", "slots", "activations")
-"""The fields of `DeviceBytes` that a picture shows as parts of a device's memory, in this order."""
+MEMORY_PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "slots": "slots",
+    "activations": "activations",
+    "kv_cache": "KV cache",
+}
+"""The fields of `DeviceBytes` that a picture shows as parts of a device's memory, in this order, and their labels."""
 
 SVG_WIDTH, MARGIN = 960, 24
 BAR_TOP, BAR_HEIGHT = 96, 36
@@ -109,7 +115,7 @@ class PlanPicture:
         full = max(limit or 0, device.total, 1)
         share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
         yield f"per device: {format_bytes(device.total)}{share}"
-        rows = [(name, getattr(device, name), block) for name in MEMORY_PARTS]
+        rows = [(label, getattr(device, name), block) for name, label in MEMORY_PARTS.items()]
         rows.append(("free", max((limit or 0) - device.total, 0), "."))
         begun = 0
         for name, nbytes, mark in rows:
@@ -173,14 +179,16 @@ def _svg_memory(picture: PlanPicture) -> Iterator[str]:
     of = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
     yield _text(MARGIN, BAR_TOP - 12, f"Memory per device: {format_bytes(device.total)}{of}")
     x, legend = float(MARGIN), float(MARGIN)
-    for name, colour in zip(MEMORY_PARTS, PART_COLOURS, strict=True):
+    for (name, part), colour in zip(MEMORY_PARTS.items(), PART_COLOURS, strict=True):
         nbytes = getattr(device, name)
-        label = f"{name} {format_bytes(nbytes)}"
+        if not nbytes and name == "kv_cache":
+            continue
+        label = f"{part} {format_bytes(nbytes)}"
         fill = f'fill="{colour}"'
         yield _box(x, BAR_TOP, (wide * nbytes / full, BAR_HEIGHT), fill, label)
         yield _box(legend, BAR_TOP + BAR_HEIGHT + 14, (12, 12), fill)
         yield _text(legend + 18, BAR_TOP + BAR_HEIGHT + 25, label)
-        x, legend = x + wide * nbytes / full, legend + 190
+        x, legend = x + wide * nbytes / full, legend + 182
     if limit:
         at = MARGIN + wide * limit / full
         yield _box(

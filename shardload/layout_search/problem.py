@@ -197,6 +197,9 @@ class Problem:
     sizes: Mapping[str, int] = field(default_factory=dict)
     sequence: SequenceSplit | None = None
     """How activations are split along their sequence; ``None`` if they are not."""
+    kv_cache: Mapping[Factors, int] = field(default_factory=dict)
+    """Bytes of the KV cache over all devices, by the dim groups (dims split alike) of its arrays. The buffers have them
+    too, at every moment."""
 
     def assignments(self, dim_groups: Sequence[int]) -> Iterator[Assignment]:
         """Yield every way to split a tensor with these dim groups over the mesh: an axis splits one of them or none."""

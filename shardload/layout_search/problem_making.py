@@ -33,6 +33,7 @@ from shardload.layout_search.problem import (
 )
 from shardload.layout_search.program import Exchange, Factors, Operation, Program, Value
 from shardload.layout_search.tracing import Traced
+from shardload.layouts.kv_cache import KvCache
 from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
 
@@ -52,6 +53,7 @@ def make_problem(
     asked: MeshSpec | None = None,
     remat: Mapping[str, Recompute] | None = None,
     split_sequence: bool = False,
+    kv_cache: KvCache | None = None,
 ) -> Problem:
     """Turn a traced program into decisions and costs for the solver; ``pins`` are fixed layouts by ``id(variable)``.
 
@@ -98,6 +100,7 @@ def make_problem(
     if problem.sequence is not None:
         copies = sequence_copies(problem, relevant)
         relevant |= problem.sequence.dim_groups
+    problem.kv_cache = {} if kv_cache is None else _cached(problem, kv_cache, batch)
     problem.work, problem.fixed_s = _work(problem, relevant, copies)
     problem.buffers = _buffers(problem, relevant, copies)
     return problem
@@ -177,12 +180,28 @@ def _buffers(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy
 
     spans = [(v.nbytes, kind(v), span) for v in values for span in problem.lifetimes.of(v)]
     spans += [(copy.value.nbytes, kind(copy.value, copy.foreign), (copy.first, copy.last)) for copy in copies]
+    whole_step = 0, problem.traced.program.clock
+    spans += [(nbytes, BufferKind(groups), whole_step) for groups, nbytes in problem.kv_cache.items()]
     if not spans:
         return None
     numbers: dict[BufferKind, int] = {}
     kinds = [numbers.setdefault(kind, len(numbers)) for _, kind, _ in spans]
     first, last = np.array([span for *_, span in spans]).T
     return Buffers(np.array([float(n) for n, *_ in spans]), first, last, np.array(kinds), tuple(numbers))
+
+
+def _cached(problem: Problem, cache: KvCache, batch: Factors) -> dict[Factors, int]:
+    """Return the bytes of a KV cache by dim groups: its rows are split as the batch is, its heads as those of keys."""
+    values = {id(variable): value for variable, value in problem.traced.weights}
+    heads = {problem.groups_of(values[id(variable)].dims[dim]) for variable, dim in cache.keys}
+    of_heads = heads.pop() if len(heads) == 1 else ()
+    parts = math.prod(problem.sizes[axis] for axis, group in problem.pinned.items() if group in batch)
+    of_rows = batch if cache.rows % parts == 0 else ()
+    found: Counter[Factors] = Counter()
+    for one in cache.arrays:
+        groups = (() if one.rows is None else of_rows) + (() if one.heads is None else of_heads)
+        found[tuple(sorted({*groups}))] += math.prod(one.shape) * one.itemsize
+    return dict(found)
 
 
 def divided_mesh(traced: Traced, mesh: MeshSpec, *, batch_axes: Sequence[str]) -> MeshSpec:

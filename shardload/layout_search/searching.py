@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, TypedDict, Unpack, cast
 
-from shardload.errors import DoesNotFitError, LayoutError, UsageError, did_you_mean
+from shardload.errors import DoesNotFitError, LayoutError, UnsupportedError, UsageError, did_you_mean
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.layout_search.dim_groups import DimGroups
 from shardload.layout_search.given_layouts import fixed_specs
@@ -24,13 +24,11 @@ from shardload.layout_search.layout_plan import LayoutPlan
 from shardload.layout_search.linear_program import (
     Demand,
     Solution,
-    activation_peak,
     optimum,
     splits_part_of_axis,
-    state_memory,
 )
 from shardload.layout_search.optimizer_memory import checked_optimizer, memory_of_optimizer
-from shardload.layout_search.plan_building import plan_of_solution
+from shardload.layout_search.plan_building import memory_of, plan_of_solution
 from shardload.layout_search.plan_parts import DeviceBytes
 from shardload.layout_search.problem import Problem
 from shardload.layout_search.problem_making import divided_mesh, make_problem
@@ -42,13 +40,14 @@ from shardload.layout_search.tracing import (
     rows_of,
     trace,
 )
+from shardload.layouts.kv_cache import KvCache
 from shardload.layouts.model_variables import check_model, nbytes
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.stores.event_loop import collector_paused
 from shardload.typing import LayoutMap, MeshLike
-from shardload.units import check_kind, format_bytes_up
+from shardload.units import check_kind, format_bytes_up, rows_and_tokens
 
 BATCH_PER_POSITION = 8
 """Rows of the batch for each position along the batch axis, if the caller gives neither inputs nor a batch size."""
@@ -74,6 +73,7 @@ class StepOptions(TypedDict, total=False):
     sequence: int | None
     optimizer: Any
     hardware: Hardware | None
+    kv_cache: tuple[int, int] | str | None
 
 
 class SearchOptions(StepOptions, total=False):
@@ -122,6 +122,8 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
             `keras.distribution.LayoutMap`; or another plan of the model on this mesh. What `shardload.layout_rule` says
             of a layer class is fixed too.
         hardware (Hardware | None): Rates of devices and links.
+        kv_cache (tuple[int, int] | str | None): Rows and tokens of a KV cache to count, in a plan of inference:
+            ``(8, 4096)`` or ``"8x4096"``.
         batch_axis (str | Sequence[str] | None): The axis or axes that split the batch; by default, all of the mesh that
             are called ``data``, ``fsdp`` and the like.
         remat (str | Mapping[str, str]): What blocks, the layers that the model repeats, compute again in the backward
@@ -173,7 +175,11 @@ def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) 
         inputs = input_specs(model, batch=batch or rows, sequence=sequence)
     check_rows(model, inputs, batch)
     arguments, optimizer = options.get("arguments"), options.get("optimizer")
-    return LayoutSearch(model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware)
+    wanted = options.get("kv_cache")
+    cache_size = None if wanted is None else rows_and_tokens(wanted)
+    return LayoutSearch(
+        model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware, cache_size=cache_size
+    )
 
 
 class LayoutSearch:
@@ -187,13 +193,31 @@ class LayoutSearch:
         arguments: Mapping[str, Any] | None = None,
         optimizer: Any = None,
         hardware: Hardware | None = None,
+        cache_size: tuple[int, int] | None = None,
     ) -> None:
-        """Let JAX record a step of the model on shapes: a training step if there is an optimizer, else inference."""
+        """Let JAX record a step of the model on shapes: a training step if there is an optimizer, else inference.
+
+        ``cache_size`` has rows and tokens of a KV cache to count.
+        """
+        if cache_size is not None and optimizer is not None:
+            raise UsageError("Cannot count a KV cache in a step of training: leave out kv_cache (--kv-cache)")
+        self.cache_size = cache_size
         optimizer = None if optimizer is None else checked_optimizer(optimizer)
         self.model, self.inputs, self.hardware = model, inputs, Hardware.of(hardware)
         with collector_paused():
             self.recorded = record_program(model, inputs, training=optimizer is not None, arguments=arguments)
         self.optimizer_memory = memory_of_optimizer(optimizer, model.trainable_variables)
+
+    @functools.cached_property
+    def _kv_cache(self) -> KvCache | UnsupportedError | None:
+        """The KV cache to count; the error is the reason why a cache that is asked for cannot be counted."""
+        if self.cache_size is None:
+            return None
+        rows, tokens = self.cache_size
+        try:
+            return KvCache.of(self.model, rows=rows, tokens=tokens)
+        except UnsupportedError as error:
+            return error
 
     @functools.cached_property
     def _traced(self) -> Traced:
@@ -223,6 +247,8 @@ class LayoutSearch:
     def _without_effect(self, saving: Saving, plan: LayoutPlan) -> Iterator[str]:
         """Yield notes on what was asked for, and is not in the plan."""
         training = self.recorded.training
+        if isinstance(self._kv_cache, UnsupportedError):
+            yield f"the KV cache is not counted: {self._kv_cache}"
         if saving.sequence_parallel is True and not plan.sequence_axes:
             yield (
                 "no sequence is split between products: "
@@ -388,6 +414,7 @@ class LayoutSearch:
             asked=asked.mesh,
             remat=remat,
             split_sequence=split_sequence,
+            kv_cache=self._kv_cache if isinstance(self._kv_cache, KvCache) else None,
         )
         return _Fastest(asked, problem, *optimum(problem, asked.limit))
 
@@ -426,8 +453,7 @@ class _Fastest:
     @property
     def memory(self) -> DeviceBytes:
         """What a device needs at the moment of a step at which it needs most."""
-        activations, _ = activation_peak(self.problem, self.solution)
-        return replace(state_memory(self.problem, self.solution), activations=activations)
+        return memory_of(self.problem, self.solution)
 
     @property
     def step_s(self) -> float:
@@ -458,6 +484,7 @@ def search_smallest_mesh(
         sequence: Length of open dims of the default inputs (512).
         optimizer: Plan a training step with this optimizer; by default, plan inference.
         hardware: Rates of devices and links.
+        kv_cache: Rows and tokens of a KV cache to count, as in `search`.
 
     Returns:
         The plan on that mesh, or ``None`` if no mesh has enough memory.

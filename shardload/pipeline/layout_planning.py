@@ -168,7 +168,9 @@ class _Planning:
             inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
             check_rows(model, inputs, self.rows)
             hardware = Hardware(fused_attention=self.step.fused_attention)
-            search = LayoutSearch(model, inputs, optimizer=self.optimizer, hardware=hardware)
+            search = LayoutSearch(
+                model, inputs, optimizer=self.optimizer, hardware=hardware, cache_size=self.request.cache_size
+            )
         plan, compiled = self._planned(search, manifest)
         smallest = self._smallest(search, plan)
         spent, sizes = dict(self.clock.stages), Counter[str]()

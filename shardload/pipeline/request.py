@@ -30,14 +30,13 @@ from shardload.transfer.direct_io import Io
 from shardload.transfer.owners import Replicas
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import (
-    KV_CACHE,
     UNIT_NEEDED,
     byte_count,
     check_choice,
     check_kind,
     check_name_map,
     dtype_name,
-    is_integer,
+    rows_and_tokens,
 )
 
 OnFailure = Literal["raise", "tell", "restore"]
@@ -397,17 +396,6 @@ def check_backend() -> None:
     """Raise if Keras was imported with another backend than JAX, which cannot be changed afterwards."""
     if (found := keras.config.backend()) != "jax":
         raise BackendError(found)
-
-
-def rows_and_tokens(wanted: tuple[int, int] | str) -> tuple[int, int]:
-    """Return the rows and tokens of a KV cache: of a pair, or of text such as ``8x4096``; ``4096`` is one row."""
-    found: Any = wanted
-    if isinstance(wanted, str) and (match := KV_CACHE.fullmatch(wanted)):
-        found = (int(match[1] or 1), int(match[2]))
-    is_pair = isinstance(found, tuple | list) and len(found) == 2
-    if not is_pair or not all(is_integer(number) and number > 0 for number in found):
-        raise UsageError(f"Cannot use kv_cache={wanted!r:.60}: expected rows and tokens, such as '8x4096' or (8, 4096)")
-    return int(found[0]), int(found[1])
 
 
 def ignored_names(ignore: Sequence[str]) -> tuple[str, ...]:

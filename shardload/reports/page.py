@@ -26,7 +26,7 @@ from shardload.reports.facts import VariableUse
 from shardload.reports.names import TIMES, printable
 from shardload.units import format_bytes, plural
 
-PART_COLOURS = ("#6ea8fe", "#f4a582", "#c2a5cf", "#8fd19e")
+PART_COLOURS = ("#6ea8fe", "#f4a582", "#c2a5cf", "#8fd19e", "#e3d26f")
 """Colours of the parts of a bar, in their order; in pictures too."""
 AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
 """Colours of mesh axes, in their order, from the first again if there are more; dark text on them is readable."""

@@ -17,6 +17,7 @@ from layout_models import LAYOUT_MODELS, with_a_rule
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError, MeshError, UsageError, WriteError
 from shardload.layout_search import linear_program
+from shardload.layouts.kv_cache import KvCache
 from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, parse_bytes
@@ -674,8 +675,37 @@ def test_the_note_on_the_cache_of_a_generating_model(family):
     [note] = [note for note in plan.notes if said in note]
     layout = next(layout for v, layout in plan.layouts() if v.path.endswith("key/kernel"))
     parts = 2 * layout.parts[0 if family == "gemma2" else 1]  # of the batch, and of the heads
-    assert note.endswith(f", {format_bytes(8 * 16 * per_token * 4 // parts)} on each")
+    assert f", {format_bytes(8 * 16 * per_token * 4 // parts)} on each" in note
     assert not any("KV" in note for note in search(model, MESH, batch=8, sequence=16, optimizer="adam").notes)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama"])
+@pytest.mark.parametrize("mesh", ["1x4", "2x2", "4x1"])
+def test_a_cache_that_is_asked_for_is_split_as_the_plan_splits_it(family, mesh):
+    model, step = models.causal_lm(family), {"batch": 8, "sequence": 16}
+    plan = search(model, mesh, **step, kv_cache="8x1000")
+    assert not any("KV" in note for note in plan.notes)
+    specs = {v.path: v.spec for v in plan.variables}
+    cache = KvCache.of(model, rows=8, tokens=1000)
+    share = cache.device_bytes(plan.mesh, lambda v: specs[v.path], batch_axes=plan.batch_axes)
+    assert plan.device.kv_cache == share > 0
+    assert plan.device.total == plan.device.weights + plan.device.activations + share
+    assert LayoutPlan.from_json(plan.to_json()) == plan and "KV cache" in plan.summary()
+    # A limit counts it: a whole cache on each device does not fit where its shares do.
+    limit = search(model, "1x1", **step).device.total + cache.nbytes // 2
+    assert search(model, mesh, **step, kv_cache=(8, 1000), device_memory_bytes=limit).device.total <= limit
+    with pytest.raises(DoesNotFitError):
+        search(model, "1x1", **step, kv_cache=(8, 1000), device_memory_bytes=limit)
+    assert search_smallest_mesh(model, limit, **step, kv_cache=(8, 1000)).mesh.size == 2
+
+
+def test_a_cache_that_cannot_be_counted_is_noted_and_one_of_training_refused():
+    plan = search(chain("up", "down"), MESH, batch=8, kv_cache=(8, 16))
+    assert plan.notes == ("the KV cache is not counted: Functional does not generate text from a KV cache",)
+    with pytest.raises(UsageError, match="in a step of training: leave out kv_cache"):
+        search(chain("up", "down"), MESH, batch=8, kv_cache=(8, 16), optimizer="sgd")
+    with pytest.raises(UsageError, match="kv_cache='many': expected rows and tokens"):
+        search(chain("up", "down"), MESH, batch=8, kv_cache="many")
 
 
 @pytest.mark.filterwarnings("ignore:`build")
