@@ -4,7 +4,7 @@ A *role* says how a variable is best split: along its own dims, best first (`Wan
 (`Follows`). Each axis of a mesh splits at most one dim of a variable. Its kind says which one::
 
     kind of axis   dim that it splits
-    expert         the one along which the matrices of experts are stacked
+    expert         the one along which the matrices of experts are stacked, else as ``model``
     model          the first one in the role whose length the size of the axis divides, as in Megatron
     fsdp           the longest one that no other axis splits, else one that is split already
     batch          none
@@ -91,10 +91,12 @@ def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
             spec[found.index] = (axis,)
         return found
 
-    for axis in mesh.axes_of("expert"):  # first: no other axis should take the dim that it needs
-        split([d for d in role.dims if d.what == MATRICES], axis)
+    matrices = [d for d in role.dims if d.what == MATRICES]
+    # First: no other axis should take the dim that these need.
+    undivided = [axis for axis in mesh.axes_of("expert") if matrices and split(matrices, axis) is None]
     model_axes = mesh.axes_of("model")
     dim = split([d for d in role.dims if not spec[d.index]], model_axes[0]) if model_axes else None
+    instead = {axis: split([d for d in role.dims if not spec[d.index]], axis) for axis in undivided}
     for axis in mesh.axes:
         size = mesh.axis_size(axis)
         if size == 1 or not (axis in model_axes[1:] or mesh.axis_kind(axis) == "fsdp"):
@@ -105,7 +107,9 @@ def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
                 spec[d.index] = (*spec[d.index], axis)
                 break
     layout = Layout(mesh, tuple(spec))
-    return VariableLayout.of(variable, layout, role.rule, _fallback(variable, role, dim, layout=layout))
+    fallbacks = (_fallback_of(variable, matrices[0], axis, other, layout=layout) for axis, other in instead.items())
+    fallback = next(fallbacks, None) or _fallback(variable, role, dim, layout=layout)
+    return VariableLayout.of(variable, layout, role.rule, fallback)
 
 
 def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
@@ -181,10 +185,17 @@ def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) ->
             return None
     elif dim == wanted or (dim is not None and not role.exact):
         return None
-    axis, size = axes[0], mesh.axis_size(axes[0])
-    ideal = Layout.split(layout.mesh, len(shape), dim=wanted.index, axis=axis)
     if not role.exact:
-        return Fallback(variable.path, str(ideal), str(layout), f"no dim of {shape} divides by {size}; replicated")
+        ideal = Layout.split(mesh, len(shape), dim=wanted.index, axis=axes[0])
+        why = f"no dim of {shape} divides by {mesh.axis_size(axes[0])}; replicated"
+        return Fallback(variable.path, str(ideal), str(layout), why)
+    return _fallback_of(variable, wanted, axes[0], dim, layout=layout)
+
+
+def _fallback_of(variable: Any, wanted: Dim, axis: str, dim: Dim | None, *, layout: Layout) -> Fallback:
+    """Return the fallback of a variable of which an axis splits another dim than the one that it should, or none."""
+    shape, size = tuple(variable.shape), layout.mesh.axis_size(axis)
+    ideal = Layout.split(layout.mesh, len(shape), dim=wanted.index, axis=axis)
     instead = "replicated" if dim is None else f"its {shape[dim.index]} {dim.what} are split instead"
     count, what = shape[wanted.index], wanted.what
     if count == 1:

@@ -205,6 +205,21 @@ def test_what_an_unknown_axis_is_used_for_is_said():
     assert choice("gemma2", "2x4").guess_notes == ()
 
 
+def test_an_expert_axis_that_does_not_divide_the_experts_splits_each_of_them():
+    with shardload.abstract():
+        moe = keras_hub.models.QwenMoeBackbone(
+            100, 1, 4, 4, 64, 128, moe_intermediate_dim=32, shared_expert_intermediate_dim=32, num_experts=6, top_k=2
+        )
+    found = choose(moe, MeshSpec.parse("data=2,expert=4"))
+    kernels = [v for v in found.variables if "/experts/" in v.path]
+    assert len(kernels) == 2 and all(v.layout.parts[0] == 1 and v.device_bytes == v.nbytes // 4 for v in kernels)
+    assert [v.fallback.why.split(";")[0] for v in kernels] == ["6 matrices do not divide by 4"] * 2
+    others = [v for v in found.variables if "/experts/" not in v.path]
+    assert all(v.layout.is_replicated and v.fallback is None for v in others)
+    divided = choose(moe, MeshSpec.parse("data=2,expert=2"))
+    assert divided.fallbacks == () and divided.variables[0].layout.is_replicated
+
+
 # ---- the reduced models themselves ---------------------------------------------------------------
 
 
