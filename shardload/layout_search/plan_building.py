@@ -89,6 +89,7 @@ def memory_of(problem: Problem, solution: Solution) -> DeviceBytes:
 
 def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_axes: Sequence[str]) -> Iterator[str]:
     mesh = problem.mesh
+    yield from problem.asked.guess_notes
     idle = [axis for axis in batch_axes if problem.sizes[axis] > 1 and axis not in problem.pinned]
     if idle:
         lengths = sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})

@@ -173,7 +173,7 @@ def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) 
     hardware.check(mesh)
     if inputs is None:
         inputs = input_specs(model, batch=batch or rows, sequence=sequence)
-    check_rows(model, inputs, batch)
+    check_rows(model, inputs, batch, sequence)
     arguments, optimizer = options.get("arguments"), options.get("optimizer")
     wanted = options.get("kv_cache")
     cache_size = None if wanted is None else rows_and_tokens(wanted)

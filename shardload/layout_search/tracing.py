@@ -100,9 +100,18 @@ def rows_of(inputs: Any) -> set[int]:
     return {leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())}
 
 
-def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
-    """Raise unless at least one input has as many rows as the requested batch."""
+def check_rows(model: Any, inputs: Any, batch: int | None, sequence: int | None = None) -> None:
+    """Raise unless at least one input has as many rows as the requested batch, and one a dim of the length requested.
+
+    ``sequence`` is the length of the dims that a model leaves open.
+    """
     check_no_iterator("inputs", inputs)
+    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(inputs) if is_array(leaf)]
+    if sequence is not None and not any(sequence in shape[1:] for shape in shapes):
+        raise LayoutError(
+            f"Cannot plan {model.name!r} with sequence={sequence}: its inputs are {input_summary(inputs)}, given or "
+            "fixed by the model. Leave out sequence= (--sequence), or change the inputs"
+        )
     rows = rows_of(inputs)
     if batch is not None and rows and batch not in rows:
         raise LayoutError(

@@ -18,12 +18,11 @@ from shardload.keras_bridge.variables import has_value, numbered, sharding_of, v
 from shardload.layouts.model_variables import LARGE_BYTES, all_variables, nbytes
 from shardload.sharding.devices import MeshDevices, resolve_devices
 from shardload.sharding.layout import Fallback, Layout
-from shardload.sharding.mesh import AXIS_NAMES, DEFAULT_AXES, MeshSpec
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.units import plural
 
 KEEP_LAYOUT = "as it was"
 """The ``mode`` of a `LayoutChoice` in which every variable keeps the layout that it has now."""
-_ARTICLES = {"batch": "the batch", "fsdp": "an fsdp", "model": "the model", "expert": "the expert"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +142,7 @@ class LayoutChoice:
     @property
     def guess_notes(self) -> tuple[str, ...]:
         """One sentence for each mesh axis whose use was guessed from its position, because its name is unknown."""
-        return tuple(
-            f"axis {axis!r} of the mesh is used as {_ARTICLES[self.mesh.axis_kind(axis)]} axis because of its "
-            f"position; known names are {', '.join(AXIS_NAMES[self.mesh.axis_kind(axis)])}"
-            for axis in (self.mesh.guessed_axes if self.mode == "auto" else ())
-        )
+        return self.mesh.guess_notes if self.mode == "auto" else ()
 
     @property
     def nbytes(self) -> int:

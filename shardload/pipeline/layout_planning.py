@@ -166,7 +166,7 @@ class _Planning:
         with self._stage("trace", f"Tracing {manifest.source}"):
             check_positive(batch=self.rows, sequence=self.step.sequence)
             inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
-            check_rows(model, inputs, self.rows)
+            check_rows(model, inputs, self.rows, self.step.sequence)
             hardware = Hardware(fused_attention=self.step.fused_attention)
             search = LayoutSearch(
                 model, inputs, optimizer=self.optimizer, hardware=hardware, cache_size=self.request.cache_size

@@ -46,6 +46,7 @@ AXIS_NAMES: dict[_AxisKind, tuple[str, ...]] = {
     "stage": ("stage", "pipe", "pipeline", "pp"),
 }
 _KINDS: dict[str, _AxisKind] = {name: kind for kind, names in AXIS_NAMES.items() for name in names}
+_ARTICLES = {"batch": "the batch", "fsdp": "an fsdp", "model": "the model", "expert": "the expert"}
 DEFAULT_AXES = ("batch", "model")
 _MAX_POSITIONS = 1 << 20
 """Largest number of positions in a mesh: more devices than any machine has, so a larger mesh is a typo."""
@@ -115,9 +116,14 @@ class MeshSpec:
         return tuple(axis for axis in self.axes if self.axis_kind(axis) == kind)
 
     @property
-    def guessed_axes(self) -> tuple[str, ...]:
-        """Axes of unknown name, whose kind is guessed from their place in the mesh; those of size 1 are left out."""
-        return tuple(axis for axis in self.axes if _known_kind(axis) is None and self.axis_size(axis) > 1)
+    def guess_notes(self) -> tuple[str, ...]:
+        """One sentence for each axis whose use is guessed from its position, because its name is unknown."""
+        guessed = [axis for axis in self.axes if _known_kind(axis) is None and self.axis_size(axis) > 1]
+        return tuple(
+            f"axis {axis!r} of the mesh is used as {_ARTICLES[self.axis_kind(axis)]} axis because of its position; "
+            f"known names are {', '.join(AXIS_NAMES[self.axis_kind(axis)])}"
+            for axis in guessed
+        )
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -441,6 +441,20 @@ def test_why_does_not_speak_of_a_limit_that_was_not_given(trained, limit, opposi
     assert said in plan.why("dense_1/kernel") and ("memory limit" in plan.why("dense_1/kernel")) == (limit is not None)
 
 
+def test_a_sequence_that_no_input_has_is_refused():
+    fixed = keras.Sequential([keras.Input((16, 8)), keras.layers.Dense(8)])
+    assert search(fixed, MESH, batch=8, sequence=16).inputs == "float32[8, 16, 8]"
+    with pytest.raises(LayoutError, match=r"sequence=32: its inputs are float32\[8, 16, 8\], given or fixed by the"):
+        search(fixed, MESH, batch=8, sequence=32)
+
+
+def test_what_an_axis_of_unknown_name_is_used_for_is_noted():
+    notes = search(chain("up", "down"), "data=2,foo=4", batch=8).notes
+    assert [note.split(";")[0] for note in notes] == [
+        "axis 'foo' of the mesh is used as the model axis because of its position"
+    ]
+
+
 def test_sequences_are_no_longer_than_the_positions_of_a_model():
     with shardload.abstract():
         model = models.build("bert")
