@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import completion, failures, jax_setup, listing, options, streams
+from shardload.console import completion, failures, jax_setup, listing, options, search_options, streams
 from shardload.console.launch import alone_among_several
 from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once
@@ -199,23 +199,23 @@ def plan(
     mesh: options.MeshOption = None,
     axes: options.AxesOption = None,
     layout: options.PlanLayoutOption = None,
-    dtype: options.PlanDtypeOption = None,
+    dtype: search_options.PlanDtypeOption = None,
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
     kv_cache: options.KvCacheOption = None,
     hosts: options.Hosts = None,
     replicas: options.ReplicasOption = options.ReplicasChoice.AUTO,
-    train: options.TrainOption = None,
-    batch: options.BatchOption = None,
-    sequence: options.SequenceOption = None,
-    microbatches: options.MicrobatchesOption = None,
-    remat: options.RematOption = options.RematChoice.AUTO,
-    sequence_parallel: options.SequenceParallelOption = options.SequenceParallelChoice.AUTO,
-    devices: options.DevicesOption = None,
-    fused_attention: options.FusedAttentionOption = False,
-    compile: options.CompileStepOption = False,
-    save_plan: options.SavePlanOption = None,
-    svg: options.SvgOption = None,
+    train: search_options.TrainOption = None,
+    batch: search_options.BatchOption = None,
+    sequence: search_options.SequenceOption = None,
+    microbatches: search_options.MicrobatchesOption = None,
+    remat: search_options.RematOption = search_options.RematChoice.AUTO,
+    sequence_parallel: search_options.SequenceParallelOption = search_options.SequenceParallelChoice.AUTO,
+    devices: search_options.DevicesOption = None,
+    fused_attention: search_options.FusedAttentionOption = False,
+    compile: search_options.CompileStepOption = False,
+    save_plan: search_options.SavePlanOption = None,
+    svg: search_options.SvgOption = None,
     html: options.HtmlOption = None,
     ignore: options.Ignore = None,
     format: options.FormatOption = None,
@@ -248,12 +248,12 @@ def plan(
 
     $ shardload plan llama3.1_8b --mesh auto --devices 8 --train adamw --batch 8 --sequence 4096 --device-memory 80GiB
     """
-    spec = options.mesh_option(options.searched_mesh(mesh, devices, batch), axes, layout)
+    spec = options.mesh_option(search_options.searched_mesh(mesh, devices, batch), axes, layout)
     steps = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
     for_training = {
         "microbatches": microbatches,
-        "remat": remat != options.RematChoice.AUTO,
-        "sequence-parallel": sequence_parallel != options.SequenceParallelChoice.AUTO,
+        "remat": remat != search_options.RematChoice.AUTO,
+        "sequence-parallel": sequence_parallel != search_options.SequenceParallelChoice.AUTO,
     }
     if given := [f"--{name}" for name, value in for_training.items() if value and train is None]:
         raise typer.BadParameter(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ from shardload.errors import MeshError, UsageError, did_you_mean
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.stores.local import local_target
-from shardload.units import FLOATS, KV_CACHE, MIXED, dtype_name, parse_bytes
+from shardload.units import FLOATS, KV_CACHE, dtype_name, parse_bytes
 
 FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
 """Values of the option ``--format`` of commands that read a checkpoint: the names of all formats."""
@@ -51,15 +51,6 @@ class IoChoice(StrEnum):
     DIRECT = "direct"
 
 
-class RematChoice(StrEnum):
-    """Values of ``--remat``: what blocks of a model compute again in the backward pass."""
-
-    AUTO = "auto"
-    NONE = "none"
-    MATMULS = "matmuls"
-    FULL = "full"
-
-
 class ReplicasChoice(StrEnum):
     """Values of ``--replicas``: how processes that load together get bytes that several of them need."""
 
@@ -78,11 +69,6 @@ def dtype(text: str, *, known: Sequence[str] = FLOATS) -> str:
     if name not in known:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)} (or bf16, fp16, fp32)")
     return name
-
-
-def planned_dtype(text: str) -> str:
-    """Parse ``--dtype`` of a plan, which may also be a policy of Keras: float32 weights, and products in 16 bits."""
-    return dtype(text, known=(*FLOATS, *MIXED))
 
 
 def layout(text: str | None) -> str | None:
@@ -174,19 +160,6 @@ def mesh_option(mesh: str | None, axes: str | None, layout: str | None) -> MeshS
     except MeshError as error:
         hint = "--mesh" if axes is None else "--axes or --mesh"
         raise typer.BadParameter(str(error), param_hint=hint) from None
-
-
-def searched_mesh(mesh: str | None, devices: int | None, batch: int | None) -> str | None:
-    """Return ``--mesh``, or for ``auto`` one mesh of so many devices: the search tries all of them."""
-    if mesh != "auto":
-        if devices is not None:
-            raise typer.BadParameter("It is for --mesh auto.", param_hint="--devices")
-        return mesh
-    if devices is None:
-        raise typer.BadParameter("auto tries all meshes of N devices: add --devices N.", param_hint="--mesh")
-    if batch is None:
-        raise typer.BadParameter("auto compares meshes with the same batch: add --batch N.", param_hint="--mesh")
-    return f"1x{devices}"
 
 
 def step(text: str) -> int | str:
@@ -284,119 +257,6 @@ PlanLayoutOption = Annotated[
         help="As for load. By default auto, or search if a step is planned.",
         autocompletion=lambda: completion.LAYOUTS,
         callback=layout,
-    ),
-]
-TrainOption = Annotated[
-    str | None,
-    typer.Option(
-        "--train",
-        metavar="OPTIMIZER",
-        help="Plan a training step with this optimizer: adamw, or rekls. Inference by default.",
-        autocompletion=lambda: completion.OPTIMIZERS,
-    ),
-]
-BatchOption = Annotated[
-    int | None,
-    typer.Option(
-        "--batch",
-        metavar="N",
-        min=1,
-        help="Rows of a step, on all devices together; by default 8 for each position of the batch axis.",
-    ),
-]
-SequenceOption = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence", metavar="N", min=1, help="Tokens per row, if the model does not fix them; 512 by default."
-    ),
-]
-
-
-class SequenceParallelChoice(StrEnum):
-    """Values of ``--sequence-parallel``: whether activations are split along their sequence."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-    @property
-    def for_search(self) -> Literal["auto"] | bool:
-        """The value as the argument of a search."""
-        return "auto" if self is SequenceParallelChoice.AUTO else self is SequenceParallelChoice.ON
-
-
-DevicesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--devices",
-        metavar="N",
-        min=1,
-        help="With --mesh auto: search on every mesh of N devices, batch x model, and take the fastest.",
-    ),
-]
-MicrobatchesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches",
-        metavar="N",
-        min=1,
-        help="Divide the batch into N parts, one after the other, and update the weights after the last: gradients are "
-        "accumulated (gradient_accumulation_steps of the optimizer).",
-    ),
-]
-RematOption = Annotated[
-    RematChoice,
-    typer.Option(
-        "--remat",
-        help="What blocks compute again in the backward pass instead of keeping it: nothing, all but products with "
-        "weights, everything, or what is fastest within --device-memory.",
-    ),
-]
-SequenceParallelOption = Annotated[
-    SequenceParallelChoice,
-    typer.Option(
-        "--sequence-parallel",
-        help="Whether the model axis splits activations along their sequence between products with weights: on, off, "
-        "or if a step does not fit within --device-memory otherwise.",
-    ),
-]
-FusedAttentionOption = Annotated[
-    bool,
-    typer.Option(
-        "--fused-attention",
-        help="Count attention as one kernel that stores no scores, as on a GPU, where a search counts them otherwise.",
-    ),
-]
-PlanDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        parser=planned_dtype,
-        help="Dtype of the weights: bfloat16, float16 or float32; or mixed_bfloat16 or mixed_float16, for float32 "
-        "weights and products in 16 bits. The checkpoint's own by default.",
-        autocompletion=lambda: (*FLOATS, *MIXED),
-    ),
-]
-CompileStepOption = Annotated[
-    bool, typer.Option("--compile", help="Compile the planned step, without weights, to check memory and collectives.")
-]
-SavePlanOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--save-plan",
-        metavar="FILE.json",
-        callback=new_file(".json"),
-        help="Write the plan, for `shardload load --layout FILE.json`.",
-    ),
-]
-SvgOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--svg",
-        metavar="FILE.svg",
-        callback=new_file(".svg"),
-        help="Draw memory per device, and what is split where, as SVG.",
     ),
 ]
 HtmlOption = Annotated[
