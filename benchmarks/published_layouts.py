@@ -85,7 +85,9 @@ def pins(mesh: str) -> dict[str, tuple[str | None, ...]]:
 
 def row(case: Published) -> str:
     """Search both plans, and return a line of a table."""
-    from shardload.layout_search.searching import LayoutSearch, Saving, mesh_shapes
+    from shardload.layout_search.search_arguments import Saving
+    from shardload.layout_search.searching import LayoutSearch
+    from shardload.layout_search.smallest_mesh import mesh_shapes
     from shardload.layout_search.tracing import input_specs
     from shardload.sharding.mesh import MeshSpec
 

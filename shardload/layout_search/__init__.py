@@ -1,7 +1,8 @@
 """Search layouts for any Keras model, and give the reason for each layout.
 
-    model ─► tracing         ─► `Program`: operations, and groups of dims that must be split alike
-          ─► problem         ─► `Problem`: which mesh axis may split which dims, and what operations then cost
+    model ─► tracing         ─► `Program`: operations, and dims that must be split alike
+          ─► dim_groups      ─► `DimGroups`: dims that play the same part in equal layers
+          ─► problem_making  ─► `Problem`: which mesh axis may split which dims, and what operations then cost
           ─► linear_program  ─► `Solution`: the best decisions for all mesh axes together
           ─► plan_building   ─► `LayoutPlan`
 

@@ -1,7 +1,6 @@
-"""Search layouts for a model: on a given mesh, or on the smallest mesh on which a step fits.
+"""Search layouts for a model on a mesh.
 
 options ─► checked inputs ─► LayoutSearch: the step, traced once ─► .on(mesh, limit) ─► LayoutPlan
-.on(1x1, limit), .on(1x2, limit), .on(2x1, limit), … ─► the plan on the smallest mesh that fits
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from numbers import Integral
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, Unpack
 
-from shardload.errors import DoesNotFitError, LayoutError, UnsupportedError, UsageError, did_you_mean
+from shardload.errors import DoesNotFitError, UnsupportedError, UsageError
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.layout_search.dim_groups import DimGroups
 from shardload.layout_search.given_layouts import fixed_specs
@@ -32,66 +30,37 @@ from shardload.layout_search.plan_building import memory_of, plan_of_solution
 from shardload.layout_search.plan_parts import DeviceBytes
 from shardload.layout_search.problem import Problem
 from shardload.layout_search.problem_making import divided_mesh, make_problem
+from shardload.layout_search.search_arguments import (
+    EVERYTHING,
+    Remat,
+    Saving,
+    SearchOptions,
+    StepOptions,
+    batch_axes_of,
+    check_built,
+    check_options,
+    check_positive,
+    checked_saving,
+)
 from shardload.layout_search.tracing import (
     Traced,
     check_rows,
     input_specs,
     record_program,
-    rows_of,
     trace,
 )
 from shardload.layouts.kv_cache import KvCache
-from shardload.layouts.model_variables import check_model, nbytes
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Spec
-from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.sharding.mesh import MeshSpec
 from shardload.stores.event_loop import collector_paused
 from shardload.typing import LayoutMap, MeshLike
-from shardload.units import check_kind, format_bytes_up, rows_and_tokens
+from shardload.units import format_bytes_up, rows_and_tokens
 
 BATCH_PER_POSITION = 8
 """Rows of the batch for each position along the batch axis, if the caller gives neither inputs nor a batch size."""
-MAX_DEVICES = 4096
-"""The most devices that the search for the smallest mesh tries."""
-
-
-REMATS = ("auto", "none", "matmuls", "full")
-"""What blocks may recompute: what is fastest within the limit; nothing; all but products with weights; everything."""
-Remat = Literal["auto", "none", "matmuls", "full"] | Mapping[str, Literal["none", "matmuls", "full"]]
-SequenceParallel = Literal["auto"] | bool
-"""Whether activations are split along their sequence over the axes for weights; ``auto``: if it is needed to fit."""
 _MOST_MIXED = 2
 """A search tries to recompute different values in blocks of different kinds if it has at most so many kinds."""
-
-
-class StepOptions(TypedDict, total=False):
-    """Keyword arguments that describe the step to plan for, such as ``inputs``; `search` documents them."""
-
-    inputs: Any
-    arguments: Mapping[str, Any] | None
-    batch: int | None
-    sequence: int | None
-    optimizer: Any
-    hardware: Hardware | None
-    kv_cache: tuple[int, int] | str | None
-
-
-class SearchOptions(StepOptions, total=False):
-    """Keyword arguments of a search on one mesh, such as ``pins``; `search` documents them."""
-
-    device_memory_bytes: int | None
-    pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None
-    batch_axis: str | Sequence[str] | None
-    remat: Remat
-    sequence_parallel: SequenceParallel
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """What a search may do so that activations need less memory."""
-
-    remat: Remat = "auto"
-    sequence_parallel: SequenceParallel = "auto"
 
 
 def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOptions]) -> LayoutPlan:
@@ -234,7 +203,7 @@ class LayoutSearch:
         device_memory_bytes: int | None,
         batch_axes: Sequence[str] | None = None,
         pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
-        saving: Saving = Saving(),
+        saving: Saving = EVERYTHING,
     ) -> LayoutPlan:
         """Return the best plan for the step on a mesh, within ``device_memory_bytes`` per device unless ``None``."""
         if isinstance(pins, LayoutPlan) and mesh.parts_in(pins.mesh) is not None:
@@ -264,7 +233,7 @@ class LayoutSearch:
             )
 
     def fastest_of(
-        self, meshes: Iterable[MeshSpec], device_memory_bytes: int | None, *, saving: Saving = Saving()
+        self, meshes: Iterable[MeshSpec], device_memory_bytes: int | None, *, saving: Saving = EVERYTHING
     ) -> tuple[LayoutPlan | None, tuple[TriedMesh, ...]]:
         """Return the best plan on the mesh of ``meshes`` where it is fastest, and what was found on each.
 
@@ -276,7 +245,7 @@ class LayoutSearch:
             asked = _Asked(mesh, mesh.batch_axes, fixed_specs(self.model, mesh, None), device_memory_bytes)
             try:
                 # What does not fit if everything is done to save memory does not fit otherwise.
-                if saving == Saving() and self.recorded.training and device_memory_bytes is not None:
+                if saving == EVERYTHING and self.recorded.training and device_memory_bytes is not None:
                     self._fastest(asked, Saving("full", sequence_parallel=True))
                 found.append(self._fastest(asked, saving))
                 tried.append(TriedMesh(mesh, found[-1].memory.total, found[-1].step_s))
@@ -459,139 +428,3 @@ class _Fastest:
     def step_s(self) -> float:
         """Seconds of a step, with the work that takes the same time under every layout."""
         return self.solution.seconds + self.problem.fixed_s
-
-
-# ---- the smallest mesh -------------------------------------------------------------------------------
-
-
-def search_smallest_mesh(
-    model: Any, device_memory_bytes: int, *, max_devices: int = MAX_DEVICES, **options: Unpack[StepOptions]
-) -> LayoutPlan | None:
-    """Find the smallest mesh on which a step fits, with the layouts that make it fastest there.
-
-    Tries meshes of 1, 2, 4, … devices, in all shapes ``batch`` x ``model``. Of several shapes that fit, the fastest is
-    taken. The batch has the same rows on all meshes, so with a larger ``batch`` axis each device has fewer of them.
-
-    Args:
-        model: A built Keras model.
-        device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
-        max_devices: The largest number of devices to try.
-
-    Keyword Args:
-        inputs: First argument of the model's ``call``, as in `search`; with ``batch`` rows (8) by default.
-        arguments: Further arguments of ``call``, by name.
-        batch: Rows of the default inputs, over all devices.
-        sequence: Length of open dims of the default inputs (512).
-        optimizer: Plan a training step with this optimizer; by default, plan inference.
-        hardware: Rates of devices and links.
-        kv_cache: Rows and tokens of a KV cache to count, as in `search`.
-
-    Returns:
-        The plan on that mesh, or ``None`` if no mesh has enough memory.
-
-    Raises:
-        LayoutError: When the model cannot be traced, or ``hardware`` has rates of axes that these meshes do not have.
-        UsageError: When an argument is of the wrong kind.
-    """
-    check_options("search_smallest_mesh", options, StepOptions)
-    check_built(model)
-    for argument, value in (("device_memory_bytes", device_memory_bytes), ("max_devices", max_devices)):
-        check_kind(argument, value, Integral, "a positive integer")
-    check_positive(device_memory_bytes=device_memory_bytes, max_devices=max_devices)
-    step = traced_step(model, MeshSpec(DEFAULT_AXES, (1, 1)), options, rows=BATCH_PER_POSITION)
-    return smallest_mesh_plan(step, device_memory_bytes, int(max_devices))
-
-
-def smallest_mesh_plan(
-    search: LayoutSearch, device_memory_bytes: int, max_devices: int, *, saving: Saving = Saving()
-) -> LayoutPlan | None:
-    """Return the plan on the smallest mesh on which a traced step fits into memory, or ``None`` if it fits on none."""
-    if search.optimizer_memory.update_bytes >= device_memory_bytes:
-        return None  # no layout makes this smaller
-    recorded, slots = search.recorded, search.optimizer_memory.slots
-    rows = math.gcd(*(rows_of(search.inputs) - {1})) or 1  # an input of one row stays whole
-    lengths = {int(n) for variable in recorded.variables for n in variable.shape}
-    state = 0
-    for at, variable in enumerate(recorded.variables):
-        # A trained weight has a gradient of its own size.
-        state += nbytes(variable) * (2 if recorded.training and at < recorded.trainable else 1)
-        state += sum(s.nbytes for s in slots.get(id(variable), ()) if s.follows != "nothing")
-    # No mesh has less on each device than all state, split evenly.
-    fewest = state // max(device_memory_bytes, 1)
-    for devices in (1 << n for n in range(max_devices.bit_length())):
-        if devices < fewest:
-            continue
-        # More devices can need more memory, where a dim does not divide any more, and still more devices less again.
-        sizes = [(batch, devices // batch) for batch in (1 << n for n in range(devices.bit_length()))]
-        # Only meshes whose axes divide the rows, and the length of some dim.
-        useful = [(b, m) for b, m in sizes if rows % b == 0 and (m == 1 or any(n % m == 0 for n in lengths))]
-        meshes = (MeshSpec(DEFAULT_AXES, one) for one in useful)
-        plan, _ = search.fastest_of(meshes, device_memory_bytes, saving=saving)
-        if plan is not None:
-            return plan
-    return None
-
-
-def mesh_shapes(devices: int, rows: int) -> tuple[MeshSpec, ...]:
-    """Return the meshes ``batch`` x ``model`` of so many devices whose batch axis divides ``rows``."""
-    sizes = [n for n in range(1, devices + 1) if devices % n == 0 and rows % n == 0]
-    return tuple(MeshSpec(DEFAULT_AXES, (batch, devices // batch)) for batch in sizes)
-
-
-# ---- checks of options -------------------------------------------------------------------------------
-
-
-def check_options(caller: str, options: Mapping[str, Any], known: type[StepOptions]) -> None:
-    """Raise if ``options`` has a name that the public function ``caller`` does not take."""
-    names = known.__annotations__
-    if unknown := [name for name in options if name not in names]:
-        raise UsageError(f"{caller}() has no argument {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
-
-
-def batch_axes_of(mesh: MeshSpec, given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the axes that split the batch: those that the caller gives, else `MeshSpec.batch_axes`."""
-    axes = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
-    for axis in axes:
-        if not (isinstance(axis, str) and axis in mesh.axes):
-            raise LayoutError(
-                f"Cannot split the batch over {axis!r}: the mesh {mesh} has no such axis. Use one of its axes"
-            )
-    return mesh.batch_axes if given is None else tuple(axis for axis in mesh.axes if axis in axes)
-
-
-def checked_saving(remat: Any, sequence_parallel: Any) -> Saving:
-    """Return what a search may do to save memory; raise if one of the arguments is not among the known values."""
-    if not (
-        isinstance(sequence_parallel, bool) or (isinstance(sequence_parallel, str) and sequence_parallel == "auto")
-    ):
-        raise UsageError(
-            f"Cannot plan with sequence_parallel={sequence_parallel!r:.60}: expected 'auto', True or False"
-        )
-    return Saving(_checked_remat(remat), cast("SequenceParallel", sequence_parallel))
-
-
-def _checked_remat(remat: Any) -> Remat:
-    given = list(remat.values()) if isinstance(remat, Mapping) else [remat]
-    allowed = REMATS[1:] if isinstance(remat, Mapping) else REMATS
-    for mode in given:
-        if not isinstance(mode, str) or mode not in allowed:
-            raise UsageError(f"Cannot plan with remat={mode!r:.60}: expected {', '.join(allowed)}")
-    return cast("Remat", remat)
-
-
-def check_positive(**numbers: Any) -> None:
-    """Raise unless every keyword argument is a positive integer or ``None``; the message names the argument."""
-    for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
-            raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
-
-
-def check_built(model: Any) -> None:
-    """Raise unless a model is built, so that it has variables to plan for."""
-    check_model(model, to="plan")
-    # Keras counts a subclassed model as built after build(), even if its layers have to be called first.
-    is_empty = not model.variables and any(not layer.built for layer in getattr(model, "layers", ()))
-    if is_empty or not getattr(model, "built", True):
-        raise LayoutError(
-            f"Cannot plan {model.name!r}: it has no variables yet. Call it on a keras.Input or a batch once to build it"
-        )

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from shardload.layout_checks.placement import Misplaced, SetupReport, check_placement
     from shardload.layout_search.hardware import Hardware
     from shardload.layout_search.layout_plan import LayoutPlan
-    from shardload.layout_search.searching import search, search_smallest_mesh
+    from shardload.layout_search.searching import search
+    from shardload.layout_search.smallest_mesh import search_smallest_mesh
     from shardload.layouts.choice import LayoutChoice, VariableLayout
     from shardload.parallel.choosing import MeshFit, autoconfig, choose, fit, search_compiled, smallest_mesh
     from shardload.parallel.tensor_parallel import ParallelismInfo
@@ -78,7 +79,8 @@ _HOME = {
         "layout_checks.placement": "Misplaced SetupReport check_placement",
         "layout_search.layout_plan": "LayoutPlan",
         "layout_search.problem": "Hardware",
-        "layout_search.searching": "search search_smallest_mesh",
+        "layout_search.searching": "search",
+        "layout_search.smallest_mesh": "search_smallest_mesh",
         "layouts.choice": "LayoutChoice VariableLayout",
         "parallel.choosing": "MeshFit autoconfig choose fit search_compiled smallest_mesh",
         "parallel.tensor_parallel": "ParallelismInfo",

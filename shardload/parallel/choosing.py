@@ -29,7 +29,9 @@ from shardload.layout_checks.compiled_step import CompiledStep, compile_step
 from shardload.layout_search.given_layouts import choose_by_plan
 from shardload.layout_search.layout_plan import LayoutPlan
 from shardload.layout_search.plan_parts import Attempt
-from shardload.layout_search.searching import MAX_DEVICES, MeshSearch, SearchOptions, search
+from shardload.layout_search.search_arguments import SearchOptions
+from shardload.layout_search.searching import MeshSearch, search
+from shardload.layout_search.smallest_mesh import MAX_DEVICES
 from shardload.layouts import model_variables
 from shardload.layouts.choice import LayoutChoice
 from shardload.layouts.choosing import MODES, choose_by_distribution, choose_by_rules, rules_in_file

@@ -18,18 +18,9 @@ from shardload.hub.built import dense_experts_note
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.optimizer_memory import checked_optimizer
-from shardload.layout_search.searching import (
-    BATCH_PER_POSITION,
-    MAX_DEVICES,
-    LayoutSearch,
-    Remat,
-    Saving,
-    SequenceParallel,
-    TriedMesh,
-    check_positive,
-    mesh_shapes,
-    smallest_mesh_plan,
-)
+from shardload.layout_search.search_arguments import Remat, Saving, SequenceParallel, check_positive
+from shardload.layout_search.searching import BATCH_PER_POSITION, LayoutSearch, TriedMesh
+from shardload.layout_search.smallest_mesh import MAX_DEVICES, mesh_shapes, smallest_mesh_plan
 from shardload.layout_search.tracing import check_rows, input_specs, rows_of
 from shardload.manifest import Manifest
 from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step
