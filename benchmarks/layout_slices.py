@@ -4,7 +4,10 @@ The forward and backward pass is compiled for the plan's layouts, without weight
 16-bit floats in 32 bits. Planned and compiled are: weights on each device, temporaries (the plan's activations), and
 bytes of collective results. XLA for CPU keeps its barriers here, so that what a plan recomputes is recomputed.
 
-    python -m benchmarks.layout_slices [--only 405b] [--layers 4]
+With ``--fitting``, the slice has the layouts of the plan of all layers that fits into the memory of a device, and
+recomputes what that plan recomputes, and splits sequences if it does.
+
+    python -m benchmarks.layout_slices [--only 405b] [--layers 4] [--fitting]
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ CASES = {
     "llama3.1_405b": ("8x64", 8, 4096),
 }
 """For each model: the mesh, the rows of a batch and the tokens of a row."""
+WHOLE = {
+    "gemma2_27b": (46, "bfloat16", 16 << 30),
+    "llama3.1_405b": (126, "mixed_bfloat16", 80 << 30),
+}
+"""For each model: how many layers it has, and the dtype and the memory of a device for which it is planned."""
 
 
 def made(name: str, layers: int) -> Any:
@@ -36,18 +44,41 @@ def made(name: str, layers: int) -> Any:
         )  # fmt: skip
 
 
-def row(name: str, layers: int, remat: Any, *, split: bool) -> str:
+def fitting(name: str, layers: int) -> dict[str, Any]:
+    """Plan all layers of a model within the memory of a device; return options with which a slice has that plan."""
+    import keras
+
+    from shardload.layout_search.tracing import input_specs
+    from shardload.parallel import search
+
+    mesh, batch, sequence = CASES[name]
+    whole, dtype, limit = WHOLE[name]
+    keras.config.set_dtype_policy(dtype)
+    model = made(name, whole)
+    keras.config.set_dtype_policy("float32")
+    inputs = input_specs(model, batch=batch, sequence=sequence)
+    plan = search(model, mesh, inputs=inputs, optimizer="adamw", device_memory_bytes=limit)
+    of_slice = {v.path for v in made(name, layers).variables}
+    return {
+        "mesh": plan.mesh,
+        "pins": {v.path: v.spec for v in plan.variables if v.path in of_slice},
+        "remat": plan.remat,
+        "split": bool(plan.sequence_axes),
+    }
+
+
+def row(name: str, layers: int, remat: Any, *, split: bool, mesh: Any = None, pins: Any = None) -> str:
     """Search a plan, compile its step, and return a line of a table."""
     from shardload.layout_search.tracing import input_specs
     from shardload.parallel import Hardware, compile_step, search
 
-    mesh, batch, sequence = CASES[name]
+    asked, batch, sequence = CASES[name]
     model = made(name, layers)
     inputs = input_specs(model, batch=batch, sequence=sequence)
     # XLA for CPU makes no reduce-scatters.
     hardware = Hardware(reduce_scatter=False)
-    options = {"optimizer": "adamw", "hardware": hardware, "remat": remat, "sequence_parallel": split}
-    plan = search(model, mesh, inputs=inputs, **options)
+    options = {"optimizer": "adamw", "hardware": hardware, "remat": remat, "sequence_parallel": split, "pins": pins}
+    plan = search(model, mesh or asked, inputs=inputs, **options)
     step = compile_step(model, plan, inputs, training="gradients")
     batch_bytes = 2 * 4 * sequence * batch // plan.mesh.axis_size(plan.mesh.axes[0])
     pairs = (
@@ -59,7 +90,8 @@ def row(name: str, layers: int, remat: Any, *, split: bool) -> str:
         f"{planned / 2**20:,.1f} / {compiled / 2**20:,.1f}, {compiled / planned:.2f}" for planned, compiled in pairs
     ]
     split_over = f", sequences over {'+'.join(plan.sequence_axes)}" if plan.sequence_axes else ""
-    return f"| {name}, {layers} layers | {plan.mesh}{split_over} | {remat} | {' | '.join(cells)} |"
+    recomputed = ", ".join(plan.remat.values()) or "none"
+    return f"| {name}, {layers} layers | {plan.mesh}{split_over} | {recomputed} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -67,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of a model's name")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--fitting", action="store_true", help="with the layouts of the plan of all layers that fits")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["KERAS_BACKEND"] = "jax"
@@ -76,6 +109,9 @@ def main() -> None:
     print("MiB planned / compiled on each device, and the ratio")
     print("| model | mesh | recomputed | weights | activations | exchanged |\n|---|---|---|---|---|---|")
     for name in (name for name in CASES if options.only in name):
+        if options.fitting:
+            print(row(name, options.layers, **fitting(name, options.layers)), flush=True)
+            continue
         for split in (False, True):
             for remat in ("none", "matmuls", "full"):
                 print(row(name, options.layers, remat, split=split), flush=True)
