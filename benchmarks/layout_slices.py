@@ -1,13 +1,15 @@
 """Plans of large models against compiled programs: a few layers at full width, on as many simulated devices.
 
-The forward and backward pass is compiled for the plan's layouts, without weights, in float32, as XLA for CPU computes
-16-bit floats in 32 bits. Planned and compiled are: weights on each device, temporaries (the plan's activations), and
-bytes of collective results. XLA for CPU keeps its barriers here, so that what a plan recomputes is recomputed.
+The forward and backward pass is compiled for the plan's layouts, without weights. Planned and compiled are: weights on
+each device, temporaries (the plan's activations), and bytes of collective results. On simulated devices, it is compiled
+in float32, as XLA for CPU computes 16-bit floats in 32 bits, and with its barriers, so that what a plan recomputes is
+recomputed. With ``--tpu``, it is compiled for the chips of a TPU that need not be there, in the dtype of the plan: the
+package libtpu has to be installed, and `TPU_SKIP_MDS_QUERY=1` keeps it from looking for a TPU.
 
 With ``--fitting``, the slice has the layouts of the plan of all layers that fits into the memory of a device, and
 recomputes what that plan recomputes, and splits sequences if it does.
 
-    python -m benchmarks.layout_slices [--only 405b] [--layers 4] [--fitting]
+    python -m benchmarks.layout_slices [--only 405b] [--layers 4] [--fitting] [--tpu]
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ WHOLE = {
     "llama3.1_405b": (126, "mixed_bfloat16", 80 << 30),
 }
 """For each model: how many layers it has, and the dtype and the memory of a device for which it is planned."""
+TPUS = {"gemma2_27b": "v5e:4x8", "llama3.1_405b": "v4:4x8x8"}
+"""For each model: a TPU with as many devices as the mesh."""
 
 
 def made(name: str, layers: int) -> Any:
@@ -67,19 +71,28 @@ def fitting(name: str, layers: int) -> dict[str, Any]:
     }
 
 
-def row(name: str, layers: int, remat: Any, *, split: bool, mesh: Any = None, pins: Any = None) -> str:
+def row(name: str, layers: int, remat: Any, *, split: bool, mesh: Any = None, pins: Any = None, tpu: bool) -> str:
     """Search a plan, compile its step, and return a line of a table."""
+    import keras
+
     from shardload.layout_search.tracing import input_specs
     from shardload.parallel import Hardware, compile_step, search
 
     asked, batch, sequence = CASES[name]
+    devices = None
+    if tpu:
+        from jax.experimental import topologies
+
+        devices = topologies.get_topology_desc(TPUS[name], "tpu").devices
+        keras.config.set_dtype_policy(WHOLE[name][1])
     model = made(name, layers)
+    keras.config.set_dtype_policy("float32")
     inputs = input_specs(model, batch=batch, sequence=sequence)
     # XLA for CPU makes no reduce-scatters.
-    hardware = Hardware(reduce_scatter=False)
+    hardware = Hardware(reduce_scatter=tpu)
     options = {"optimizer": "adamw", "hardware": hardware, "remat": remat, "sequence_parallel": split, "pins": pins}
     plan = search(model, mesh or asked, inputs=inputs, **options)
-    step = compile_step(model, plan, inputs, training="gradients")
+    step = compile_step(model, plan, inputs, training="gradients", devices=devices)
     batch_bytes = 2 * 4 * sequence * batch // plan.mesh.axis_size(plan.mesh.axes[0])
     pairs = (
         (plan.device.weights, step.argument_bytes - batch_bytes),
@@ -100,6 +113,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a model's name")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--fitting", action="store_true", help="with the layouts of the plan of all layers that fits")
+    parser.add_argument("--tpu", action="store_true", help="compile for TPU instead of simulated devices")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["KERAS_BACKEND"] = "jax"
@@ -110,11 +124,11 @@ def main() -> None:
     print("| model | mesh | recomputed | weights | activations | exchanged |\n|---|---|---|---|---|---|")
     for name in (name for name in CASES if options.only in name):
         if options.fitting:
-            print(row(name, options.layers, **fitting(name, options.layers)), flush=True)
+            print(row(name, options.layers, **fitting(name, options.layers), tpu=options.tpu), flush=True)
             continue
         for split in (False, True):
             for remat in ("none", "matmuls", "full"):
-                print(row(name, options.layers, remat, split=split), flush=True)
+                print(row(name, options.layers, remat, split=split, tpu=options.tpu), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,13 @@ from shardload.units import check_no_iterator, format_bytes, plural
 
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options of XLA for CPU. Machine code is not optimised, as it never runs; memory and collectives stay the same."""
-_KEEP_RECOMPUTATION = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""XLA for CPU removes the barriers of `jax.checkpoint`, and then keeps what was to be recomputed. Without this pass, a
-step recomputes, as on accelerators."""
+_AS_ON_ACCELERATORS = {
+    "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner",
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+}
+"""XLA for CPU removes the barriers of `jax.checkpoint`, and then keeps what was to be recomputed. It also keeps whole
+gradients of all weights, to add them up at the end in one all-reduce, and gathers weights before the first operation of
+the step. With these options, a step needs memory as on accelerators."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
 
@@ -274,7 +278,7 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
         keep_unused=True,
     )
     lowered = step.lower(state, batch)
-    options = _CPU_OPTIONS | (_KEEP_RECOMPUTATION if choice.remat or choice.uses else {})
+    options = _CPU_OPTIONS | (_AS_ON_ACCELERATORS if choice.remat or choice.uses else {})
     compiled = lowered.compile(compiler_options=options if platform == "cpu" else None)
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),

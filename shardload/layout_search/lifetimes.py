@@ -11,7 +11,7 @@ its backward pass begins::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardload.keras_bridge.recomputation import Recompute
@@ -34,6 +34,18 @@ class Lifetimes:
     """Indices of the operations in `Program.operations` that the backward pass runs again."""
     begins: Mapping[str, int] = field(default_factory=dict)
     """For each block that recomputes, when its backward pass begins."""
+
+    def of_weight(self, traced: Traced, weight: Value) -> Iterator[Span]:
+        """Yield when a copy of a weight is needed that is gathered for each pass, not kept from one to the other."""
+        uses = traced.program.used_at.get(id(weight), ())
+        forward = [at for at, _, in_backward in uses if not in_backward]
+        backward = [at for at, _, in_backward in uses if in_backward]
+        again = {block for _, block, in_backward in uses if block in self.begins and not in_backward}
+        if self.remat:
+            full = (b for b in again if self.remat.get(traced.blocks[b.rsplit("/", 1)[-1]]) == "full")
+            backward += [self.begins[block] for block in full]
+        for moments in filter(None, (forward, backward)):
+            yield min(moments), max(moments)
 
     def of(self, value: Value) -> tuple[Span, ...]:
         """Return when a value needs a buffer; never, if it has none of its own."""
@@ -61,12 +73,15 @@ def lifetimes(traced: Traced, remat: Mapping[str, Recompute], *, fused_attention
         dropped = [v for v in of_block.get(block, ()) if _is_dropped(v, mode, traced.boundary)]
         operations, inputs = _made_again(equations, dropped, mode)
         again |= operations
+        first, last = _moments(equations, {id(v) for v in inputs})
         for value in dropped:
-            spans[id(value)] = ((value.born, value.forward_use), (begins, value.last_use))
+            made = max(first.get(id(value), value.last_use), begins)
+            spans[id(value)] = ((value.born, max(value.born, value.forward_use)), (made, value.last_use))
         for value in inputs:
             # Several blocks may start from it: the first block of the model is the last to read it again.
             known = spans.get(id(value), ((value.born, value.last_use),))
-            spans[id(value)] = ((value.born, max(known[-1][1], begins)),)
+            until = max(known[-1][1], last.get(id(value), 0), begins)
+            spans[id(value)] = (*known[:-1], (known[-1][0], until))
     if fused_attention:
         scores = (v for v in program.values if frozenset(program.factors(v.factors)) in traced.scores)
         spans |= {id(value.root): () for value in scores}
@@ -103,3 +118,27 @@ def _made_again(equations: list[Equation], dropped: list[Value], mode: Recompute
             operations |= {*made_by.operations}
             waiting += made_by.operands
     return operations, list(inputs.values())
+
+
+def _moments(equations: list[Equation], inputs: set[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return, by ``id``, when values are made again, and when those in ``inputs`` are read for that the last time.
+
+    A value is made just before the backward pass reads it, or before another one that is made from it.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    # The results of an equation come after its operands, and an equation in a function before the function's call.
+    for equation in reversed(equations):
+        read = (first.get(id(v.root), v.root.backward_use) for v in equation.results if id(v.root) not in inputs)
+        at = min((moment for moment in read if moment is not None), default=None)
+        if at is None:
+            continue
+        for value in equation.results:
+            first[id(value.root)] = min(at, first.get(id(value.root), at))
+        for value in (operand.root for operand in equation.operands):
+            if id(value) in inputs:
+                last[id(value)] = max(at, last.get(id(value), at))
+            else:
+                before = first.get(id(value), value.backward_use)
+                first[id(value)] = at if before is None else min(at, before)
+    return first, last

@@ -24,6 +24,7 @@ from shardload.layout_search.problem import Assignment, BufferKind, Problem, Wei
 from shardload.layout_search.weight_options import (
     LEAST_STORED_BYTES,
     WeightOption,
+    copied_bytes,
     weight_exchanges,
     weight_options,
     weight_state_bytes,
@@ -37,8 +38,15 @@ _TIE_BREAK = 1e-4
 """Factor of the step time in the sum that is minimised to save memory. It is small, so that time only decides between
 solutions that need equal memory."""
 
-_Moment = tuple[tuple[BufferKind, float], ...]
-"""The activations that are stored at one moment of a step: for each kind, the sum of the bytes over all devices."""
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What is stored at one moment of a step, besides the weights, gradients and slots."""
+
+    buffers: tuple[tuple[BufferKind, float], ...]
+    """For each kind of buffers, the sum of the bytes over all devices."""
+    copies: tuple[tuple[int, float], ...] = ()
+    """For each kind of weights, how many copies for use there are if these are stored split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +128,12 @@ class _Model:
         memory = [state]
         for moment in self.demand.buffers:
             at_moment: dict[int, float] = defaultdict(float, state)
-            for kind, nbytes in moment:
+            for kind, nbytes in moment.buffers:
                 for assignment, column in self._share(kind.all_groups):
                     at_moment[column] += nbytes * self.problem.buffer_part(kind, assignment)
+            for of_weights, count in moment.copies:
+                for option, column in self.options[of_weights]:
+                    at_moment[column] += count * copied_bytes(self.problem, self.problem.weights[of_weights], option)
             memory.append(dict(at_moment))
         self._objective = list(self.time)
         if self.demand.minimise == "memory":
@@ -412,19 +423,26 @@ def splits_part_of_axis(problem: Problem, solution: Solution, parts: Mapping[str
 def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]:
     """Return the most bytes of activations that a device stores at one moment, and what is stored at that moment.
 
-    The update of an optimizer is one more moment. It stores no activations, but the bytes in ``problem.update_bytes``.
+    Copies of weights that are stored split, and gathered for use, count as activations. The update of an optimizer is
+    one more moment. It stores no activations, but the bytes in ``problem.update_bytes``.
     """
-    update: tuple[int, _Moment] = problem.update_bytes, ((BufferKind(()), float(problem.update_bytes)),)
-    buffers = problem.buffers
-    if buffers is None:
-        return update if problem.update_bytes else (0, ())
-    parts = [problem.buffer_part(kind, assignment_of(problem, solution, kind.all_groups)) for kind in buffers.kinds]
-    live = buffers.live(problem.traced.program.clock + 1, parts)
+    update = problem.update_bytes, _Moment(((BufferKind(()), float(problem.update_bytes)),))
+    moments = problem.traced.program.clock + 1
+    live, buffers, copies = np.zeros(moments), problem.buffers, problem.copies
+    if buffers is not None:
+        parts = [problem.buffer_part(kind, assignment_of(problem, solution, kind.all_groups)) for kind in buffers.kinds]
+        live = live + buffers.live(moments, parts)[:moments]
+    if copies is not None:
+        nbytes = [copied_bytes(problem, weight, option) for weight, option in chosen_options(problem, solution)]
+        live = live + copies.live(moments, nbytes)[:moments]
     at = int(np.argmax(live))
     if live[at] < problem.update_bytes:
         return update
     # By kind, so that the solver can weigh what other decisions would make of the same moment.
-    return int(live[at]), tuple(sorted(buffers.at(at).items()))
+    return int(live[at]), _Moment(
+        tuple(sorted(buffers.at(at).items())) if buffers is not None else (),
+        tuple(sorted(copies.at(at).items())) if copies is not None else (),
+    )
 
 
 def assignment_of(problem: Problem, solution: Solution, dim_groups: Sequence[int]) -> Assignment:

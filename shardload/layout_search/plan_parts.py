@@ -103,7 +103,8 @@ class DeviceBytes:
     gradients: int
     slots: int
     activations: int
-    """Bytes of the activations, or bytes that the optimizer's update needs besides the slots: whichever is more."""
+    """Bytes of the activations, with copies of weights that are gathered for use; or bytes that the optimizer's update
+    needs besides the slots: whichever is more."""
     kv_cache: int = 0
     """Bytes of the KV cache, if the search was asked to count one."""
 

@@ -377,6 +377,7 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     summed = tuple(itertools.chain(*(left.dims[d] for d in left_sum)))
     flops = 2 * math.prod(made.shape) * math.prod(left.shape[d] for d in left_sum)
     program.store(left, right, made)
+    program.sums.append((made, summed))
     program.work("dot", made.factors + summed, flops=flops, nbytes=made.nbytes, exchanges=exchanges)
     program.read(left, right)
     return [made]

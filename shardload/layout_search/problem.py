@@ -168,6 +168,32 @@ class Buffers:
         return {kind: nbytes for kind, nbytes in zip(self.kinds, found, strict=True) if nbytes}
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of weights that a step needs where these are stored split: gathered for use, and gradients of such."""
+
+    kind: NDArray[np.int64]
+    """For each copy, the index of the weight's kind in `Problem.weights`."""
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    count: NDArray[np.int64]
+    """How many copies of one weight are needed from the moment ``first`` to the moment ``last``."""
+
+    def live(self, moments: int, nbytes: Sequence[float]) -> NDArray[np.float64]:
+        """Return the bytes on a device at each moment; ``nbytes`` has those of one copy, for each kind of weights."""
+        local = self.count * np.asarray(nbytes, float)[self.kind]
+        change = np.zeros(moments + 1)
+        np.add.at(change, self.first, local)
+        np.add.at(change, self.last + 1, -local)
+        return np.cumsum(change)
+
+    def at(self, moment: int) -> dict[int, float]:
+        """Return how many copies of weights of each kind are needed at a moment."""
+        alive = (self.first <= moment) & (moment <= self.last)
+        found = np.bincount(self.kind[alive], self.count[alive])
+        return {kind: count for kind, count in enumerate(map(float, found)) if count}
+
+
 @dataclass(slots=True)
 class Problem:
     """What a search decides for one mesh, and what it costs: groups of dims to split, weights, operations."""
@@ -188,6 +214,7 @@ class Problem:
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
     """What changes if blocks of the model recompute their values in the backward pass."""
     buffers: Buffers | None = None
+    copies: Copies | None = None
     fixed_s: float = 0.0
     """Seconds of the work that takes the same time under every plan, which the time of a plan does not include."""
     update_bytes: int = 0

@@ -25,6 +25,7 @@ from shardload.layout_search.problem import (
     NO_USE,
     BufferKind,
     Buffers,
+    Copies,
     EmbeddingUse,
     Problem,
     SequenceSplit,
@@ -103,6 +104,7 @@ def make_problem(
     problem.kv_cache = {} if kv_cache is None else _cached(problem, kv_cache, batch)
     problem.work, problem.fixed_s = _work(problem, relevant, copies)
     problem.buffers = _buffers(problem, relevant, copies)
+    problem.copies = _copies(problem)
     return problem
 
 
@@ -180,6 +182,12 @@ def _buffers(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy
 
     spans = [(v.nbytes, kind(v), span) for v in values for span in problem.lifetimes.of(v)]
     spans += [(copy.value.nbytes, kind(copy.value, copy.foreign), (copy.first, copy.last)) for copy in copies]
+    # Sums are whole along their sequence before they are scattered; an all-reduce has whole results, too.
+    times = 1 if problem.hardware.reduce_scatter else 2
+    for value, dims in problem.traced.program.sums if problem.sequence is not None else ():
+        over = tuple(sorted({*problem.groups_of(dims)} & relevant - {*problem.groups_of(value.factors)}))
+        if over and problem.in_sequence(value):
+            spans.append((value.nbytes * times, kind(value, over), (value.born, value.born)))
     whole_step = 0, problem.traced.program.clock
     spans += [(nbytes, BufferKind(groups), whole_step) for groups, nbytes in problem.kv_cache.items()]
     if not spans:
@@ -202,6 +210,22 @@ def _cached(problem: Problem, cache: KvCache, batch: Factors) -> dict[Factors, i
         groups = (() if one.rows is None else of_rows) + (() if one.heads is None else of_heads)
         found[tuple(sorted({*groups}))] += math.prod(one.shape) * one.itemsize
     return dict(found)
+
+
+def _copies(problem: Problem) -> Copies | None:
+    """Return the copies of weights that a step needs if they are stored split."""
+    traced = problem.traced
+    found: list[tuple[int, int, int, int]] = []
+    for kind, weight in enumerate(problem.weights):
+        for i in weight.members:
+            _, value = traced.weights[i]
+            spans = [*problem.lifetimes.of_weight(traced, value)]
+            found += [(kind, *span, 1) for span in spans]
+            if spans and (gradient := traced.gradients.get(id(value))) is not None:
+                # A whole gradient, and what an all-reduce makes of it: a reduce-scatter makes a part.
+                born, count = gradient.root.born, 1 if problem.hardware.reduce_scatter else 2
+                found.append((kind, born, born, count))
+    return Copies(*np.array(found, np.int64).T) if found else None
 
 
 def divided_mesh(traced: Traced, mesh: MeshSpec, *, batch_axes: Sequence[str]) -> MeshSpec:

@@ -73,6 +73,8 @@ class Value:
     """Whether the value is a product without batch dims, as of activations with a weight."""
     forward_use: int = 0
     """When the forward pass reads the value for the last time."""
+    backward_use: int | None = None
+    """When the backward pass reads the value for the first time; ``None`` if it does not."""
     from_weights: bool = False
     """Whether the value depends on weights, unlike a mask or the positions of tokens."""
 
@@ -220,10 +222,14 @@ class Program:
     """Dims that are whole on every device, each with the dim that it is the whole of: both are not split alike."""
     read_as: dict[int, set[str]] = field(default_factory=dict)
     """By ``id`` of a weight: the dtypes to which operations convert it; ``""`` where one reads it as it is."""
+    used_at: dict[int, list[tuple[int, str, bool]]] = field(default_factory=dict)
+    """By ``id`` of a weight: when operations read it, in which block, and whether in the backward pass."""
     made_by: dict[int, tuple[str, Sequence[Value], range]] = field(default_factory=dict)
     """By ``id`` of a value of the backward pass: the primitive that made it, its operands and operations."""
     batched_products: list[Value] = field(default_factory=list)
     """Results of products of activations with activations that have batch dims, as of queries and keys."""
+    sums: list[tuple[Value, Factors]] = field(default_factory=list)
+    """Products, each with the dims that it sums over: if axes split one, each device has a sum that is a part."""
     exponents: list[Value] = field(default_factory=list)
     """Operands of ``exp`` in the forward pass, as in a softmax."""
     clock: int = 0
@@ -374,6 +380,10 @@ class Program:
         for value in values:
             root = value.root
             root.last_use = self.clock
+            if value.from_weights and id(value.base) in self.read_as:
+                self.used_at.setdefault(id(value.base), []).append((self.clock, self.block, self.in_backward))
+            if self.in_backward and root.backward_use is None:
+                root.backward_use = self.clock
             if not self.in_backward:
                 root.forward_use = self.clock
                 root.leaves_block |= root.block != self.block

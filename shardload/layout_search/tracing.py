@@ -60,6 +60,8 @@ class Traced:
     """By ``id`` of a weight: the bytes of each all-reduce over the batch whose results make up its gradient."""
     scores: frozenset[frozenset[int]] = frozenset()
     """The factors of each array of attention scores."""
+    gradients: Mapping[int, Value] = field(default_factory=dict)
+    """By ``id`` of a weight: its gradient."""
 
 
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
@@ -246,13 +248,19 @@ def trace(recorded: Recorded) -> Traced:
     for value in values[len(weights) :]:
         for dim in value.dims[1:]:
             program.mark_sliced(dim)
-    born, gradients = (
-        results[0].born,
-        results[-recorded.trainable :] if recorded.training and recorded.trainable else [],
-    )
-    summed = {id(v): program.summed(gradient, batch) for v, gradient in zip(values, gradients, strict=False)}
+    found = results[-recorded.trainable :] if recorded.training and recorded.trainable else []
+    gradients = {id(v): gradient for v, gradient in zip(values, found, strict=False)}
     return Traced(
-        program, weights, batch, recorded.training, recorded.blocks, born, sequences, summed, program.scores()
+        program,
+        weights,
+        batch,
+        recorded.training,
+        recorded.blocks,
+        results[0].born,
+        sequences,
+        {key: program.summed(gradient, batch) for key, gradient in gradients.items()},
+        program.scores(),
+        gradients,
     )
 
 

@@ -50,6 +50,11 @@ def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOptio
     return 2 * local + weight.slot_bytes(layout) if problem.traced.training and weight.trainable else local
 
 
+def copied_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
+    """Return the bytes on each device of a copy of one weight for use; 0 if it is used as it is stored."""
+    return weight.gathered_bytes / problem.shard_count(weight.all_groups, option.assignment) if option.stored else 0.0
+
+
 def weight_options(
     problem: Problem, weight: WeightKind, *, storage_axes: Collection[str], small: bool
 ) -> Iterator[WeightOption]:

@@ -1,7 +1,6 @@
 """Weights stored split over the batch axis and gathered for use: same numbers, less memory."""
 
 import copy
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -134,10 +133,11 @@ def test_weights_are_gathered_in_the_dtype_in_which_all_operations_read_them():
 
 def test_gathered_weights_are_not_kept_for_the_backward_pass(short, short_plan):
     step = compile_step(short.model, short_plan, short.inputs, training="gradients")
-    gathered = Counter(c.nbytes for c in step.collectives if c.kind == "all-gather" and c.axes == ("batch",))
-    # Each kernel once in each pass: left to itself, XLA for CPU would merge the two, and keep what it gathered.
-    runs = {v.path: gathered[v.nbytes // 4] for v in short_plan.variables if v.stored}
-    assert runs and all(n and n % 2 == 0 for n in runs.values())
+    gathers = [c for c in step.collectives if c.kind == "all-gather" and c.axes == ("batch",)]
+    # Once in each pass that reads a kernel: left to itself, XLA for CPU would merge the two, and keep what it gathered.
+    planned = {e.axis: e for e in short_plan.exchanges if e.kind == "all-gather"}["batch"]
+    assert sum(c.count for c in gathers) == planned.count > sum(bool(v.stored) for v in short_plan.variables)
+    assert sum(c.count * c.nbytes for c in gathers) == planned.nbytes
 
 
 @pytest.mark.parametrize(("platform", "barrier"), [("cpu", True), ("gpu", True), ("tpu", False)])
@@ -164,7 +164,9 @@ def test_masks_of_outputs_reach_the_loss():
     before.compile("sgd", "mse")
     plain = before.fit(x, target, verbose=0).history["loss"]
     free = search(model, MESH, inputs=x, optimizer="sgd")
-    small = search(model, MESH, inputs=x, optimizer="sgd", device_memory_bytes=free.device.total * 2 // 3, remat="none")
+    small = search(
+        model, MESH, inputs=x, optimizer="sgd", device_memory_bytes=free.device.total * 7 // 10, remat="none"
+    )
     assert any(v.stored for v in small.variables)
     AutoShardDistribution("2x4", small).shard(model)
     assert model.evaluate(x, target, verbose=0) == pytest.approx(expected, rel=1e-5)

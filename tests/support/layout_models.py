@@ -158,8 +158,8 @@ def subclassed() -> LayoutModel:
     return LayoutModel(model, x, _classes())
 
 
-def with_a_rule() -> Any:
-    """A model of one layer, "mixing", whose class has a rule: its kernel is split by rows."""
+def with_a_rule(layers: int = 1) -> Any:
+    """A model of layers, "mixing", whose class has a rule: its kernel is split by rows."""
     import keras
 
     import shardload
@@ -169,7 +169,8 @@ def with_a_rule() -> Any:
 
     shardload.layout_rule(Mixing)(lambda layer: {"kernel": (0,), "bias": ()})
     inputs = keras.Input((512,))
-    return keras.Model(inputs, Mixing(1024, name="mixing")(inputs))
+    names = ["mixing", *(f"mixing_{i}" for i in range(1, layers))]
+    return keras.Model(inputs, [Mixing(1024, name=name)(inputs) for name in names])
 
 
 def _classes() -> Any:
