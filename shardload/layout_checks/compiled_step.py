@@ -40,13 +40,13 @@ from shardload.units import check_no_iterator, format_bytes, plural
 
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options of XLA for CPU. Machine code is not optimised, as it never runs; memory and collectives stay the same."""
-_AS_ON_ACCELERATORS = {
-    "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner",
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-}
+_AS_ON_ACCELERATORS = {"xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner"}
 """XLA for CPU removes the barriers of `jax.checkpoint`, and then keeps what was to be recomputed. It also keeps whole
-gradients of all weights, to add them up at the end in one all-reduce, and gathers weights before the first operation of
-the step. With these options, a step needs memory as on accelerators."""
+gradients of all weights, to add them up at the end in one all-reduce. Without these passes, a step needs memory as on
+accelerators."""
+_GATHERED_LATE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""XLA for CPU gathers all weights before the first operation of the step. With this scheduler, it gathers them before
+their use, as XLA does for accelerators."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
 
@@ -279,6 +279,7 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
     )
     lowered = step.lower(state, batch)
     options = _CPU_OPTIONS | (_AS_ON_ACCELERATORS if choice.remat or choice.uses else {})
+    options |= _GATHERED_LATE if choice.uses else {}
     compiled = lowered.compile(compiler_options=options if platform == "cpu" else None)
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),

@@ -61,6 +61,8 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 _CHAIN = re.compile(r"channel_id=\d+,.*frontend_attributes=\{[^}]*chain_id=\"\d+\"")
+_ALL_REDUCE_SCATTER = "all-reduce-scatter"
+"""How XLA for TPU names functions that have an all-reduce and a slice of its result, and are run as a reduce-scatter."""
 _Inside = Literal["", "loop", "branch"]
 _INSIDE: dict[str, _Inside] = {"while": "loop", "conditional": "branch"}
 _DeviceGroups = tuple[tuple[int, ...], ...]
@@ -156,9 +158,18 @@ def _walk(
         if branches := _BRANCHES.search(one.attributes):
             callees += [name.strip().lstrip("%") for name in branches[1].split(",")]
         for callee in callees:
-            for found in _walk(computations, callee, mesh, chains):
+            scatters = callee.startswith(_ALL_REDUCE_SCATTER)
+            for collective in _walk(computations, callee, mesh, chains):
+                found = _scattered(collective) if scatters else collective
                 # The innermost note stays: a branch inside a loop is a branch.
                 yield replace(found, count=found.count * trips, inside=found.inside or inside)
+
+
+def _scattered(found: Collective) -> Collective:
+    """Return the reduce-scatter that XLA for TPU runs for an all-reduce and a slice of its result."""
+    if found.kind != "all-reduce" or not found.group_size:
+        return found
+    return replace(found, kind="reduce-scatter", nbytes=found.nbytes // found.group_size)
 
 
 def _collective(one: _Instruction, mesh: MeshSpec) -> Collective:

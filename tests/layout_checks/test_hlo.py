@@ -112,6 +112,17 @@ def test_a_collective_that_xla_for_tpu_divides_among_fusions_counts_once():
     assert [(c.kind, c.nbytes, c.count) for c in collectives_in(text, MESH)] == [("all-gather", 128, 1)] * 2
 
 
+def test_what_xla_for_tpu_writes_as_an_all_reduce_and_a_slice_is_a_reduce_scatter():
+    others = (
+        "%all-reduce-scatter.7 (input: bf16[8,4]) -> bf16[2,4] {\n  %input = bf16[8,4]{1,0} parameter(0)\n"
+        "  %ar = bf16[8,4]{1,0} all-reduce(%input), channel_id=5, replica_groups=[2,4]<=[8], to_apply=%add\n"
+        "  ROOT %ds = bf16[2,4]{1,0} dynamic-slice(%ar, %i, %zero), dynamic_slice_sizes={2,4}\n}\n"
+    )
+    text = program("ROOT %f = bf16[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.7", others=others)
+    (found,) = collectives_in(text, MESH)
+    assert (found.kind, found.nbytes, found.axes) == ("reduce-scatter", 16, ("model",))
+
+
 def test_a_program_for_tpu_states_no_groups():
     text = program("ROOT %ar = f32[8]{0:T(256)S(1)} all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add")
     (found,) = collectives_in(text, MESH)
