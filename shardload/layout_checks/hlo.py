@@ -62,7 +62,7 @@ _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 _CHAIN = re.compile(r"channel_id=\d+,.*frontend_attributes=\{[^}]*chain_id=\"\d+\"")
 _ALL_REDUCE_SCATTER = "all-reduce-scatter"
-"""How XLA for TPU names functions that have an all-reduce and a slice of its result, and are run as a reduce-scatter."""
+"""How XLA for TPU names a function that has an all-reduce and a slice of its result, and runs as a reduce-scatter."""
 _Inside = Literal["", "loop", "branch"]
 _INSIDE: dict[str, _Inside] = {"while": "loop", "conditional": "branch"}
 _DeviceGroups = tuple[tuple[int, ...], ...]

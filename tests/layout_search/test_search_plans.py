@@ -176,9 +176,10 @@ def test_where_nothing_else_fits_small_weights_are_stored_split_too():
     stored = [sum(bool(v.stored) for v in plan.variables) for plan in plans]
     assert stored[0] == 0 < stored[1] < stored[2] <= 10
     assert all(plan.device.total <= plan.device_memory_bytes for plan in plans)
-    with pytest.raises(LayoutError, match=r"The least found is 2\d\d\.\d KiB") as error:  # 4 * 10 * 57,600 bytes / 8
+    with pytest.raises(LayoutError, match=r"The least found is 34\d\.\d KiB") as error:
         search(model, "8x1", batch=8, optimizer="adamw", device_memory_bytes=100_000)
-    assert 288_000 < error.value.least_bytes < 300_000
+    # Weights, gradients and two moments, 4 * 10 * 57,600 bytes / 8, and one that is gathered for use.
+    assert 288_000 + 57_600 < error.value.least_bytes < 355_000
 
 
 @pytest.mark.parametrize(
