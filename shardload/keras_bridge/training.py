@@ -8,12 +8,15 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Literal
 
+import jax
 import keras
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distribute_data
+from keras.src.distribution import distribution_lib
 from keras.src.saving import serialization_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from shardload.keras_bridge import Model
+from shardload.keras_bridge.layer_layouts import divides
 from shardload.keras_bridge.patches import Patches, replacing
 
 _LONGEST = "_shardload_longest_epoch"
@@ -36,6 +39,18 @@ def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence
     devices = {device for found in shardings for sharding in found for device in sharding.device_set}
     if len(devices) > 1:
         original(self, *shardings)
+
+
+@replacing
+def _distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
+    """Leave the output of a layer to XLA where its layout does not divide it, as in a last batch that is smaller.
+
+    XLA would add rows of padding, and add their gradients to row 0 of an embedding (JAX 0.10.2).
+    """
+    sharding = getattr(layout, "backend_layout", layout)
+    if isinstance(tensor, jax.core.Tracer) and not divides(sharding, tensor.shape):
+        return tensor
+    return original(tensor, layout)
 
 
 def batches_laid_out_singly() -> AbstractContextManager[None]:
@@ -85,6 +100,7 @@ _TRAINER_PATCHES = Patches(
     lambda: [
         (JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator),
         (JAXTrainer, "_check_sharding_consistency", _check_sharding_consistency),
+        (distribution_lib, "distribute_tensor", _distribute_tensor),
     ]
 )
 
