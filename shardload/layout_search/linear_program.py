@@ -334,7 +334,7 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
         f"No layout on {problem.asked} needs at most {format_bytes_down(limit)} per device. The least found is "
         f"{format_bytes_up(least.total)}: {format_bytes(least.total - least.activations)} of weights, gradients and "
         f"slots, and {format_bytes(least.activations)} of {what}{_recomputed(problem)}. {way_out}"
-        f"{_accumulating(problem, least)}",
+        f"{_accumulating(problem, solution, least)}",
         least_bytes=least.total,
         hint="; search_compiled (plan --compile) finds out whether the compiled step needs less",
     )
@@ -345,10 +345,13 @@ def _recomputed(problem: Problem) -> str:
     return f", although each {' and '.join(kinds)} recomputes everything" if kinds else ""
 
 
-def _accumulating(problem: Problem, least: DeviceBytes) -> str:
+def _accumulating(problem: Problem, solution: Solution, least: DeviceBytes) -> str:
     """Return a sentence on how much half of the rows at a time would need, if that is less; else nothing."""
-    # Sums of gradients are as large as the gradients.
-    needed = least.total - least.activations // 2 + least.gradients
+    _, moment = activation_peak(problem, solution)
+    nbytes = [copied_bytes(problem, weight, option) for weight, option in chosen_options(problem, solution)]
+    copied = sum(count * nbytes[kind] for kind, count in moment.copies)
+    # Sums of gradients are as large as the gradients. Copies of weights stay as they are.
+    needed = least.total - int(least.activations - copied) // 2 + least.gradients
     if not problem.traced.training or least.activations <= problem.update_bytes or needed >= least.total:
         return ""
     return f". With half of the rows at a time, it needs about {format_bytes_up(needed)} (plan --microbatches 2)"
