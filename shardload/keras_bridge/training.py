@@ -48,7 +48,9 @@ def _distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
     XLA would add rows of padding, and add their gradients to row 0 of an embedding (JAX 0.10.2).
     """
     sharding = getattr(layout, "backend_layout", layout)
-    if isinstance(tensor, jax.core.Tracer) and not divides(sharding, tensor.shape):
+    # A layer may return several arrays. A layout of more dims than an array has is an error of JAX.
+    traced = [leaf for leaf in jax.tree.leaves(tensor) if isinstance(leaf, jax.core.Tracer)]
+    if any(leaf.ndim >= len(sharding.spec) and not divides(sharding, leaf.shape) for leaf in traced):
         return tensor
     return original(tensor, layout)
 
