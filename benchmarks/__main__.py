@@ -1,6 +1,6 @@
 """Every benchmark behind docs/performance.md, one after the other: ``python -m benchmarks`` (``make bench``).
 
-Takes about an hour; nothing else should run on the machine meanwhile. ``--out`` writes one JSON object with the facts
+Takes over an hour; nothing else should run on the machine meanwhile. ``--out`` writes one JSON object with the facts
 of the machine and all measurements. ``--long`` adds agreement with the unsharded model and the conversion of 18.5 GB,
 which take hours, 24 GiB of memory and 60 GB of disk. ``--remote`` runs, instead, what reads from addresses, by several
 processes, and until the first result: half an hour.
@@ -34,6 +34,7 @@ COMMANDS = (
     ("planning",),
     ("rekls_steps",),
     ("parallel_training", "--rounds", "9"),
+    ("saving_memory",),
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
 LONG = (("ready",), ("agreement",), ("convert", "--scale", "1"), ("rekls_training",), ("rekls_start",))
