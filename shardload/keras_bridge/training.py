@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import keras
+from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distribute_data
 from keras.src.distribution import distribution_lib
 from keras.src.saving import serialization_lib
@@ -53,6 +55,27 @@ def _distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
     if any(leaf.ndim >= len(sharding.spec) and not divides(sharding, leaf.shape) for leaf in traced):
         return tensor
     return original(tensor, layout)
+
+
+@replacing
+def _embed_undivided_whole(original: Any, self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep rows and sequences of an embedding's output whole that the mesh does not divide.
+
+    A model may have sliced or padded its token ids, which XLA would keep split, with the wrong gradients that
+    `_distribute_tensor` speaks of.
+    """
+    value, on = original(self, inputs, *args, **kwargs), keras.distribution.distribution()
+    if not getattr(on, "lays_out_each_batch", False) or not isinstance(value, jax.core.Tracer) or value.ndim < 2:
+        return value
+    axes = (on.batch_axes, on.mesh.axes_of("sequence"))
+    whole = [
+        bool(n % math.prod(map(on.mesh.axis_size, along))) for n, along in zip(value.shape[:-1], axes, strict=False)
+    ]
+    if not any(whole):
+        return value
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(None if each else free for each in whole), *(free,) * (value.ndim - len(whole)))
+    return jax.lax.with_sharding_constraint(value, NamedSharding(on.device_mesh.backend_mesh, spec))
 
 
 def batches_laid_out_singly() -> AbstractContextManager[None]:
@@ -103,6 +126,7 @@ _TRAINER_PATCHES = Patches(
         (JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator),
         (JAXTrainer, "_check_sharding_consistency", _check_sharding_consistency),
         (distribution_lib, "distribute_tensor", _distribute_tensor),
+        (keras.layers.Embedding, "call", _embed_undivided_whole),
     ]
 )
 

@@ -80,6 +80,7 @@ def test_a_variable_has_the_private_attributes():
         (trainer.JAXTrainer, "_check_sharding_consistency", ["self", "trainable_shardings"]),
         (trainer, "_distribute_data", ["data"]),
         (distribution_lib, "distribute_tensor", ["tensor", "layout"]),
+        (keras.layers.Embedding, "call", ["self", "inputs"]),
         (keras.Operation, "_post_build", ["self"]),
         (jax_core, "cast", ["x", "dtype"]),
         (keras.quantizers.AbsMaxQuantizer, "__call__", ["self", "x", "axis", "to_numpy"]),

@@ -215,6 +215,27 @@ def test_the_gradient_of_an_embedding_has_none_of_the_padding_of_a_smaller_batch
     np.testing.assert_allclose(sharded.get_weights()[0], expected.get_weights()[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mesh", ["sequence=4,model=2", "data=2,sequence=2,model=2"])
+@pytest.mark.parametrize("change", ["slice", "pad"])
+def test_tokens_that_a_model_slices_or_pads_have_the_gradients_of_one_device(mesh, change):
+    def changed():
+        keras.utils.set_random_seed(1)
+        tokens = keras.Input((8,), dtype="int32")
+        others = tokens[:, :-1] if change == "slice" else keras.ops.pad(tokens, ((0, 0), (1, 0)))
+        y = keras.layers.LayerNormalization()(keras.layers.Embedding(16, 8)(others))
+        model = keras.Model(tokens, keras.layers.Dense(4)(y))
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    tokens = np.random.default_rng(0).integers(1, 16, (8, 8)).astype("int32")
+    expected, sharded = changed(), shardload.AutoShardDistribution(mesh).shard(changed())
+    target = np.random.default_rng(1).normal(size=expected.compute_output_shape((8, 8))).astype("float32")
+    for model in (expected, sharded):
+        model.fit(tokens, target, batch_size=4, shuffle=False, verbose=0)
+    for ours, theirs in zip(sharded.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_rules_that_match_nothing_are_refused():
     layout_map = keras.distribution.LayoutMap(device_mesh())
     layout_map["dense/kernel"] = ("model", None)
