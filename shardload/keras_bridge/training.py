@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -59,7 +58,7 @@ def _distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
 
 @replacing
 def _embed_undivided_whole(original: Any, self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keep rows and sequences of an embedding's output whole that the mesh does not divide.
+    """Split rows and sequences of an embedding's output over no axes that do not divide them.
 
     A model may have sliced or padded its token ids, which XLA would keep split, with the wrong gradients that
     `_distribute_tensor` speaks of.
@@ -68,14 +67,14 @@ def _embed_undivided_whole(original: Any, self: Any, inputs: Any, *args: Any, **
     if not getattr(on, "lays_out_each_batch", False) or not isinstance(value, jax.core.Tracer) or value.ndim < 2:
         return value
     axes = (on.batch_axes, on.mesh.axes_of("sequence"))
-    whole = [
-        bool(n % math.prod(map(on.mesh.axis_size, along))) for n, along in zip(value.shape[:-1], axes, strict=False)
-    ]
-    if not any(whole):
+    # Over the axes that divide a dim, if not all do.
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
+    for dim, along in enumerate(axes[: value.ndim - 1]):
+        if (even := on.mesh.splitting(value.shape[dim], along)) != tuple(along):
+            spec[dim] = even or None
+    if all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
         return value
-    free = PartitionSpec.UNCONSTRAINED
-    spec = PartitionSpec(*(None if each else free for each in whole), *(free,) * (value.ndim - len(whole)))
-    return jax.lax.with_sharding_constraint(value, NamedSharding(on.device_mesh.backend_mesh, spec))
+    return jax.lax.with_sharding_constraint(value, NamedSharding(on.device_mesh.backend_mesh, PartitionSpec(*spec)))
 
 
 def batches_laid_out_singly() -> AbstractContextManager[None]:

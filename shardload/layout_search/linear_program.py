@@ -434,10 +434,10 @@ def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]
     live, buffers, copies = np.zeros(moments), problem.buffers, problem.copies
     if buffers is not None:
         parts = [problem.buffer_part(kind, assignment_of(problem, solution, kind.all_groups)) for kind in buffers.kinds]
-        live = live + buffers.live(moments, parts)[:moments]
+        live = live + buffers.live(moments, parts)
     if copies is not None:
         nbytes = [copied_bytes(problem, weight, option) for weight, option in chosen_options(problem, solution)]
-        live = live + copies.live(moments, nbytes)[:moments]
+        live = live + copies.live(moments, nbytes)
     at = int(np.argmax(live))
     if live[at] < problem.update_bytes:
         return update

@@ -155,17 +155,23 @@ class Buffers:
 
     def live(self, moments: int, parts: Sequence[float]) -> NDArray[np.float64]:
         """Return the bytes on a device at each moment; ``parts`` has the part that it stores of each of ``kinds``."""
-        local = self.nbytes * np.asarray(parts, float)[self.kind]
-        change = np.zeros(moments + 1)
-        np.add.at(change, self.first, local)
-        np.add.at(change, self.last + 1, -local)
-        return np.cumsum(change)
+        return _live(moments, self.first, self.last, self.nbytes * np.asarray(parts, float)[self.kind])
 
     def at(self, moment: int) -> dict[BufferKind, float]:
         """Return, for each kind of buffers, the bytes over all devices that are needed at a moment."""
         alive = (self.first <= moment) & (moment <= self.last)
         found = np.bincount(self.kind[alive], self.nbytes[alive], len(self.kinds))
         return {kind: nbytes for kind, nbytes in zip(self.kinds, found, strict=True) if nbytes}
+
+
+def _live(
+    moments: int, first: NDArray[np.int64], last: NDArray[np.int64], local: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the bytes that are needed at each moment, of arrays of ``local`` bytes each."""
+    change = np.zeros(moments + 1)
+    np.add.at(change, first, local)
+    np.add.at(change, last + 1, -local)
+    return np.cumsum(change)[:moments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +181,14 @@ class Copies:
     kind: NDArray[np.int64]
     """For each copy, the index of the weight's kind in `Problem.weights`."""
     first: NDArray[np.int64]
+    """The first moment at which it is needed."""
     last: NDArray[np.int64]
     count: NDArray[np.int64]
-    """How many copies of one weight are needed from the moment ``first`` to the moment ``last``."""
+    """How many copies of one weight are needed at once."""
 
     def live(self, moments: int, nbytes: Sequence[float]) -> NDArray[np.float64]:
         """Return the bytes on a device at each moment; ``nbytes`` has those of one copy, for each kind of weights."""
-        local = self.count * np.asarray(nbytes, float)[self.kind]
-        change = np.zeros(moments + 1)
-        np.add.at(change, self.first, local)
-        np.add.at(change, self.last + 1, -local)
-        return np.cumsum(change)
+        return _live(moments, self.first, self.last, self.count * np.asarray(nbytes, float)[self.kind])
 
     def at(self, moment: int) -> dict[int, float]:
         """Return how many copies of weights of each kind are needed at a moment."""
@@ -215,6 +218,7 @@ class Problem:
     """What changes if blocks of the model recompute their values in the backward pass."""
     buffers: Buffers | None = None
     copies: Copies | None = None
+    """Copies of weights, for those that a solution stores split; ``None`` if there can be none."""
     fixed_s: float = 0.0
     """Seconds of the work that takes the same time under every plan, which the time of a plan does not include."""
     update_bytes: int = 0

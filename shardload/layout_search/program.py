@@ -432,7 +432,9 @@ class Program:
     def scores(self) -> frozenset[frozenset[int]]:
         """Return the factors of each array of attention scores: products of activations that go into a softmax."""
         products = {frozenset(self.factors(value.factors)) for value in self.batched_products}
-        return frozenset(products & {frozenset(self.factors(value.factors)) for value in self.exponents})
+        softmaxed = {frozenset(self.factors(value.factors)) for value in self.exponents}
+        # Scores of one row, head and token have no factors, as all scalars have none.
+        return frozenset(products & softmaxed - {frozenset()})
 
     def need_whole(self, value: Value, dim: int, *, why: str, unless: Factors = ()) -> None:
         """Record that an operation needs a dim whole: if the dim is split, the value is gathered first.

@@ -52,7 +52,7 @@ class Saving:
 
 
 EVERYTHING = Saving()
-"""A search may do whatever it takes to save memory."""
+"""A search may do all that it can to save memory."""
 
 
 def check_options(caller: str, options: Mapping[str, Any], known: type[StepOptions]) -> None:

@@ -83,7 +83,7 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
             dim) or ``sequence`` (all others).
         arguments (Mapping[str, Any] | None): Further arguments of ``call``, by name.
         batch (int | None): Rows of the default inputs, over all devices; a model that fixes another number is an error.
-        sequence (int | None): Length of open dims of the default inputs (512).
+        sequence (int | None): Length of open dims of the default inputs (512); one that no input has is an error.
         optimizer (Any): Plan a training step with this optimizer, a name or an instance; by default, plan inference.
         device_memory_bytes (int | None): Hard limit for weights, gradients, slots and activations of each device.
         pins (LayoutMap | Mapping[str, Any] | LayoutPlan | None): Layouts that are fixed, as rules:

@@ -43,6 +43,12 @@ def test_nothing_changes_without_attention():
     assert activations(model, 512, FUSED, optimizer="sgd") == activations(model, 512, optimizer="sgd")
 
 
+def test_scores_of_a_single_token_are_not_taken_for_all_scalars():
+    one = {"batch": 1, "sequence": 1, "optimizer": "sgd"}
+    fused, stored = (search(attends(heads=1), "1x1", **one, hardware=hardware) for hardware in (FUSED, None))
+    assert fused.device == stored.device and fused.step_s == stored.step_s
+
+
 def test_a_plan_says_what_it_counts():
     model = attends()
     plans = [search(model, "1x2", batch=4, sequence=64, hardware=hardware) for hardware in (None, FUSED)]

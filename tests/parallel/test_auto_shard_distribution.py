@@ -215,7 +215,7 @@ def test_the_gradient_of_an_embedding_has_none_of_the_padding_of_a_smaller_batch
     np.testing.assert_allclose(sharded.get_weights()[0], expected.get_weights()[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", ["sequence=4,model=2", "data=2,sequence=2,model=2"])
+@pytest.mark.parametrize("mesh", ["sequence=4,model=2", "data=2,sequence=2,model=2", "data=2,fsdp=4"])
 @pytest.mark.parametrize("change", ["slice", "pad"])
 def test_tokens_that_a_model_slices_or_pads_have_the_gradients_of_one_device(mesh, change):
     def changed():
