@@ -28,6 +28,7 @@ from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from shardload.errors import LayoutError, MeshError
 from shardload.keras_bridge import Model, Variable, abstraction, layer_layouts, recomputation
+from shardload.keras_bridge.even_scatters import even_scatters
 from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.layer_layouts import CallLayouts
 from shardload.keras_bridge.model_records import record_first_result
@@ -376,7 +377,7 @@ def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> 
         # Not for `call`, which also runs inside traces (a user's own training step), where no value can be moved.
         if method.__name__ != "call":
             _adopt(model, binding)
-        with binding.scope():
+        with binding.scope(), even_scatters(binding.distribution if method.__name__ == "call" else None):
             found = method(*args, **kwargs)
         if method.__name__ in _RESULTS:
             record_first_result(model)

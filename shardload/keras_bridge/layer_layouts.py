@@ -148,15 +148,14 @@ def _marked(name: str, value: Any, is_output: bool) -> Any:
 
 def _laid_out(shardings: Mapping[tuple[bool, int], Sequence[Any]], value: Any, is_output: bool) -> Any:
     for sharding in shardings.get((is_output, value.ndim), ()):
-        # The last batch of an epoch, or a prompt, may have another size. XLA would pad it, and add gradients of padding
-        # to row 0 of an embedding (JAX 0.10.2): it chooses itself where a layout does not divide.
-        if not divides(sharding, value.shape):
+        # The last batch of an epoch, or a prompt, may have another size: XLA chooses where a layout does not divide it.
+        if not _divides(sharding, value.shape):
             return value
         value = jax.lax.with_sharding_constraint(value, sharding)
     return value
 
 
-def divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
+def _divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
     """Whether the parts of an array of this shape are all equal under a sharding."""
     try:
         sharding.shard_shape(shape)

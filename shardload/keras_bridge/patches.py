@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
-"""A class (or module), the attribute to replace, and a function from the original to its replacement."""
+"""A class (module, object), the attribute to replace, and a function from the original to its replacement."""
+
+_INHERITED = object()
 
 
 class Patches:
@@ -52,14 +54,18 @@ class Patches:
 
     def _replace(self) -> None:
         for cls, name, wrap in self._patches():
-            # Not getattr, which would bind a classmethod.
-            original = vars(cls)[name]
+            # Not getattr, which would bind a classmethod; an object may have the attribute from its class alone.
+            original = vars(cls).get(name, _INHERITED)
             self._originals.append((cls, name, original))
-            setattr(cls, name, wrap(original))
+            setattr(cls, name, wrap(getattr(cls, name) if original is _INHERITED else original))
 
     def _restore(self) -> None:
         while self._originals:
-            setattr(*self._originals.pop())
+            owner, name, original = self._originals.pop()
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:

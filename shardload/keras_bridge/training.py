@@ -8,16 +8,13 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Literal
 
-import jax
 import keras
-from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distribute_data
-from keras.src.distribution import distribution_lib
 from keras.src.saving import serialization_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from shardload.keras_bridge import Model
-from shardload.keras_bridge.layer_layouts import divides
+from shardload.keras_bridge.even_scatters import even_scatters
 from shardload.keras_bridge.patches import Patches, replacing
 
 _LONGEST = "_shardload_longest_epoch"
@@ -43,38 +40,14 @@ def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence
 
 
 @replacing
-def _distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
-    """Leave the output of a layer to XLA where its layout does not divide it, as in a last batch that is smaller.
+def _make_function(original: Any, self: Model, step_function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a step, and so trace it, in `even_scatters`."""
 
-    XLA would add rows of padding, and add their gradients to row 0 of an embedding (JAX 0.10.2).
-    """
-    sharding = getattr(layout, "backend_layout", layout)
-    # A layer may return several arrays. A layout of more dims than an array has is an error of JAX.
-    traced = [leaf for leaf in jax.tree.leaves(tensor) if isinstance(leaf, jax.core.Tracer)]
-    if any(leaf.ndim >= len(sharding.spec) and not divides(sharding, leaf.shape) for leaf in traced):
-        return tensor
-    return original(tensor, layout)
+    def step(*arrays: Any) -> Any:
+        with even_scatters(keras.distribution.distribution()):
+            return step_function(*arrays)
 
-
-@replacing
-def _embed_undivided_whole(original: Any, self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Split rows and sequences of an embedding's output over no axes that do not divide them.
-
-    A model may have sliced or padded its token ids, which XLA would keep split, with the wrong gradients that
-    `_distribute_tensor` speaks of.
-    """
-    value, on = original(self, inputs, *args, **kwargs), keras.distribution.distribution()
-    if not getattr(on, "lays_out_each_batch", False) or not isinstance(value, jax.core.Tracer) or value.ndim < 2:
-        return value
-    axes = (on.batch_axes, on.mesh.axes_of("sequence"))
-    # Over the axes that divide a dim, if not all do.
-    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
-    for dim, along in enumerate(axes[: value.ndim - 1]):
-        if (even := on.mesh.splitting(value.shape[dim], along)) != tuple(along):
-            spec[dim] = even or None
-    if all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        return value
-    return jax.lax.with_sharding_constraint(value, NamedSharding(on.device_mesh.backend_mesh, PartitionSpec(*spec)))
+    return original(self, step, *args, **kwargs)
 
 
 def batches_laid_out_singly() -> AbstractContextManager[None]:
@@ -124,8 +97,7 @@ _TRAINER_PATCHES = Patches(
     lambda: [
         (JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator),
         (JAXTrainer, "_check_sharding_consistency", _check_sharding_consistency),
-        (distribution_lib, "distribute_tensor", _distribute_tensor),
-        (keras.layers.Embedding, "call", _embed_undivided_whole),
+        (JAXTrainer, "_make_function", _make_function),
     ]
 )
 

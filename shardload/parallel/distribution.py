@@ -48,6 +48,8 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
     KerasHub's ``from_preset`` works as under every distribution. Inside `shardload.fast`, it skips initial values.
     """
 
+    lays_out_each_batch = True  # as in `MeshParallel`
+
     @suggests_arguments
     def __init__(
         self,
