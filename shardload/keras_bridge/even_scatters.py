@@ -2,11 +2,11 @@
 
 XLA (JAX 0.10.2) pads an array that a mesh does not divide, such as token ids without the last of each row, and does not
 mask the padding in a scatter: on a mesh of two or more axes, it adds the padding to row 0. So does the gradient of a
-lookup, which is a scatter, and so do `segment_sum`, `bincount` and ``x.at[ids].max(y)``. Inside `even_scatters`, rows
-that no axes of a mesh could split wrongly stay as XLA likes them; others are split over the axes of the batch and of
+lookup, which is a scatter, and so do `segment_sum`, `bincount` and ``x.at[ids].max(y)``. Inside `even_scatters`,
+dims that all devices together divide stay as XLA likes them; others are split over those axes of the batch and of
 sequences that divide them::
 
-    jax.grad(lambda t: t[ids[:, :-1]].sum())  ─►  gather  ─►  ids and rows: ("data", None) instead of ("data", "sequence")
+    table[ids[:, :-1]]  ─►  ids and rows: ("data", None) instead of ("data", "sequence")
 """
 
 from __future__ import annotations
