@@ -27,6 +27,13 @@ def planned_dtype(text: str) -> str:
     return dtype(text, known=(*FLOATS, *MIXED))
 
 
+def optimizer(text: str) -> str:
+    """Parse ``--train``."""
+    if not text:
+        raise typer.BadParameter("expected the name of an optimizer, such as adamw.")
+    return text
+
+
 def searched_mesh(mesh: str | None, devices: int | None, batch: int | None) -> str | None:
     """Return ``--mesh``, or for ``auto`` one mesh of so many devices: the search tries all of them."""
     if mesh != "auto":
@@ -58,6 +65,7 @@ TrainOption = Annotated[
     typer.Option(
         "--train",
         metavar="OPTIMIZER",
+        parser=optimizer,
         help="Plan a training step with this optimizer: adamw, or rekls. Inference by default.",
         autocompletion=lambda: completion.OPTIMIZERS,
     ),

@@ -28,7 +28,6 @@ from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from shardload.errors import LayoutError, MeshError
 from shardload.keras_bridge import Model, Variable, abstraction, layer_layouts, recomputation
-from shardload.keras_bridge.even_scatters import even_scatters
 from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.layer_layouts import CallLayouts
 from shardload.keras_bridge.model_records import record_first_result
@@ -52,6 +51,7 @@ from shardload.keras_bridge.variables import (
     sharding_of,
     value_of,
 )
+from shardload.keras_bridge.xla_faults import avoiding_xla_faults
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
@@ -343,7 +343,8 @@ def _install_all(model: Model, binding: ModelBinding) -> None:
         _install(part, binding)
     # First, as what is recomputed is laid out, too.
     if binding.call_layouts:
-        layer_layouts.lay_out_calls(model, binding.call_layouts, binding.distribution.sharding_of_spec)
+        sharding, kept = binding.distribution.sharding_of_spec, "matmuls" in binding.remat.values()
+        layer_layouts.lay_out_calls(model, binding.call_layouts, sharding, products_kept=kept)
     if binding.remat:
         recomputation.install(model, binding.remat, binding.uses)
 
@@ -377,7 +378,7 @@ def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> 
         # Not for `call`, which also runs inside traces (a user's own training step), where no value can be moved.
         if method.__name__ != "call":
             _adopt(model, binding)
-        with binding.scope(), even_scatters(binding.distribution if method.__name__ == "call" else None):
+        with binding.scope(), avoiding_xla_faults(binding.distribution if method.__name__ == "call" else None):
             found = method(*args, **kwargs)
         if method.__name__ in _RESULTS:
             record_first_result(model)

@@ -174,7 +174,8 @@ def run_forward(
     call = gathering(model, uses, model.stateless_call) if uses and not remat else model.stateless_call
     with ExitStack() as stack:
         if call_layouts:
-            stack.enter_context(laid_out(model, call_layouts, keras.distribution.distribution().sharding_of_spec))
+            on, kept = keras.distribution.distribution(), "matmuls" in (remat or {}).values()
+            stack.enter_context(laid_out(model, call_layouts, on.sharding_of_spec, products_kept=kept))
         if remat:
             stack.enter_context(recomputing(model, remat, uses or {}))
         found: tuple[Any, list[Any], Any] = call(

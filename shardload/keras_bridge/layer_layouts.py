@@ -61,16 +61,23 @@ def named_layers(model: Model) -> dict[str, keras.layers.Layer]:
 
 
 def lay_out_calls(
-    model: Model, layouts: Sequence[CallLayouts], sharding: Callable[[Any], jax.sharding.Sharding]
+    model: Model,
+    layouts: Sequence[CallLayouts],
+    sharding: Callable[[Any], jax.sharding.Sharding],
+    *,
+    products_kept: bool = False,
 ) -> None:
-    """Let the calls of layers lay out their inputs and outputs; ``sharding`` makes a JAX sharding of a layout."""
+    """Let the calls of layers lay out their inputs and outputs; ``sharding`` makes a JAX sharding of a layout.
+
+    ``products_kept`` says whether blocks keep products with weights for the backward pass, and recompute the rest.
+    """
     layers = named_layers(model)
     by_layer: dict[str, dict[tuple[bool, int], list[Any]]] = {}
     for one in layouts:
         by_layer.setdefault(one.layer, {})[one.is_output, one.rank] = [sharding(spec) for spec in one.specs]
     for name, shardings in by_layer.items():
         if (layer := layers.get(name)) is not None:
-            _wrap(layer, functools.partial(_laid_out, shardings))
+            _wrap(layer, functools.partial(_laid_out, shardings, products_kept))
 
 
 def undo_layouts(model: Model) -> None:
@@ -82,10 +89,14 @@ def undo_layouts(model: Model) -> None:
 
 @contextmanager
 def laid_out(
-    model: Model, layouts: Sequence[CallLayouts], sharding: Callable[[Any], jax.sharding.Sharding]
+    model: Model,
+    layouts: Sequence[CallLayouts],
+    sharding: Callable[[Any], jax.sharding.Sharding],
+    *,
+    products_kept: bool = False,
 ) -> Iterator[None]:
     """Inside the block, calls of layers lay out their inputs and outputs as after `lay_out_calls`."""
-    lay_out_calls(model, layouts, sharding)
+    lay_out_calls(model, layouts, sharding, products_kept=products_kept)
     try:
         yield
     finally:
@@ -146,13 +157,18 @@ def _marked(name: str, value: Any, is_output: bool) -> Any:
     return checkpoint_name(value, (_OUTPUT if is_output else _INPUT) + name)
 
 
-def _laid_out(shardings: Mapping[tuple[bool, int], Sequence[Any]], value: Any, is_output: bool) -> Any:
+def _laid_out(
+    shardings: Mapping[tuple[bool, int], Sequence[Any]], products_kept: bool, value: Any, is_output: bool
+) -> Any:
+    on_cpu = False
     for sharding in shardings.get((is_output, value.ndim), ()):
         # The last batch of an epoch, or a prompt, may have another size: XLA chooses where a layout does not divide it.
         if not _divides(sharding, value.shape):
             return value
         value = jax.lax.with_sharding_constraint(value, sharding)
-    return value
+        on_cpu = next(iter(sharding.device_set)).platform == "cpu"
+    # XLA for CPU would cut the sum of a product where it is read, and so keep the whole sum for the backward pass.
+    return jax.lax.optimization_barrier(value) if products_kept and is_output and on_cpu else value
 
 
 def _divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:

@@ -14,8 +14,8 @@ from keras.src.saving import serialization_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from shardload.keras_bridge import Model
-from shardload.keras_bridge.even_scatters import even_scatters
 from shardload.keras_bridge.patches import Patches, replacing
+from shardload.keras_bridge.xla_faults import avoiding_xla_faults
 
 _LONGEST = "_shardload_longest_epoch"
 """Attribute set on Keras' ``EpochIterator``: the batches of its longest epoch so far, to notice a shorter one."""
@@ -41,10 +41,10 @@ def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence
 
 @replacing
 def _make_function(original: Any, self: Model, step_function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a step, and so trace it, in `even_scatters`."""
+    """Run a step, and so trace it, in `avoiding_xla_faults`."""
 
     def step(*arrays: Any) -> Any:
-        with even_scatters(keras.distribution.distribution()):
+        with avoiding_xla_faults(keras.distribution.distribution()):
             return step_function(*arrays)
 
     return original(self, step, *args, **kwargs)

@@ -25,11 +25,11 @@ from shardload.errors import ShardloadError, UninitialisedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.binding import MeshParallel
 from shardload.keras_bridge.calls import run_forward, scaled_loss, stateless
-from shardload.keras_bridge.even_scatters import even_scatters
 from shardload.keras_bridge.gathered_use import Use
 from shardload.keras_bridge.joint_optimizer import JointOptimizer
 from shardload.keras_bridge.optimizer_slots import optimizers_in
 from shardload.keras_bridge.variables import sharding_of, stored_dtype
+from shardload.keras_bridge.xla_faults import avoiding_xla_faults
 from shardload.layout_search.optimizer_memory import built_on
 from shardload.layout_search.tracing import input_summary, reason_of
 from shardload.layouts.choice import LayoutChoice
@@ -131,7 +131,7 @@ def program_of(
     )
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
-        stack.enter_context(even_scatters(distribution if on_mesh else None))
+        stack.enter_context(avoiding_xla_faults(distribution if on_mesh else None))
         kind: StepKind = "forward" if training is None else "gradients"
         optimizer, joint, fixed = None, list[JointOptimizer](), list[Any]()
         if training is not None and not (isinstance(training, str) and training == "gradients"):

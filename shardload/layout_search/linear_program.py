@@ -354,7 +354,10 @@ def _accumulating(problem: Problem, solution: Solution, least: DeviceBytes) -> s
     needed = least.total - int(least.activations - copied) // 2 + least.gradients
     if not problem.traced.training or least.activations <= problem.update_bytes or needed >= least.total:
         return ""
-    return f". With half of the rows at a time, it needs about {format_bytes_up(needed)} (plan --microbatches 2)"
+    return (
+        f". With half of the rows at a time, it needs about {format_bytes_up(needed)} (plan --microbatches 2, or half "
+        "of the batch and an optimizer with gradient_accumulation_steps=2)"
+    )
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:

@@ -107,6 +107,14 @@ def _notes(model: Any, problem: Problem, solution: Solution, inputs: Any, batch_
             "inputs have sequences of different lengths: the plan counts one of them as split. Compile the step to see "
             "what the others exchange"
         )
+    along = [axis for axis in mesh.axes_of("sequence") if axis in problem.pinned]
+    convolved = (o for o in problem.traced.program.operations if o.name == "convolution")
+    exchanged = (problem.groups_of(e.split) for o in convolved for e in o.exchanges)
+    if along and {problem.pinned[axis] for axis in along} & {group for groups in exchanged for group in groups}:
+        yield (
+            f"convolutions along the sequence that axis {along[0]!r} splits: the plan counts the whole sequence as "
+            "gathered for each. Compile the step to see what it exchanges"
+        )
     if problem.update_bytes:
         yield (
             f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "
@@ -154,8 +162,8 @@ def _idle_notes(problem: Problem, solution: Solution) -> Iterator[str]:
     for (axes, length, line), paths in lines.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         yield (
-            f"axis {axes!r} does not split {paths[0]}{more}: the program takes its dim of {length} apart at {line}. It "
-            "could be split with a weight of its own for each part"
+            f"axis {axes!r} does not split {paths[0]}{more}: the program slices its dim of {length}, or joins it to "
+            f"others, at {line}. Where it is sliced, a weight of its own for each part could be split"
         )
 
 

@@ -182,12 +182,16 @@ def _buffers(problem: Problem, relevant: set[int], copies: Sequence[SequenceCopy
 
     spans = [(v.nbytes, kind(v), span) for v in values for span in problem.lifetimes.of(v)]
     spans += [(copy.value.nbytes, kind(copy.value, copy.foreign), (copy.first, copy.last)) for copy in copies]
-    # Sums are whole along their sequence before they are scattered; an all-reduce has whole results, too.
-    times = 1 if problem.hardware.reduce_scatter else 2
+    # Sums are whole along their sequence before they are scattered. All-reduces have whole results, too: that of a
+    # gradient is kept until the gradients of all uses are added up.
+    all_reduced, boundary = not problem.hardware.reduce_scatter, problem.traced.boundary
     for value, dims in problem.traced.program.sums if problem.sequence is not None else ():
         over = tuple(sorted({*problem.groups_of(dims)} & relevant - {*problem.groups_of(value.factors)}))
         if over and problem.in_sequence(value):
-            spans.append((value.nbytes * times, kind(value, over), (value.born, value.born)))
+            spans.append((value.nbytes, kind(value, over), (value.born, value.born)))
+            if all_reduced:
+                until = value.root.last_use if value.born > boundary else value.born
+                spans.append((value.nbytes, kind(value, over), (value.born, until)))
     whole_step = 0, problem.traced.program.clock
     spans += [(nbytes, BufferKind(groups), whole_step) for groups, nbytes in problem.kv_cache.items()]
     if not spans:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
-from shardload.errors import DoesNotFitError, UnsupportedError, UsageError
+from shardload.errors import DoesNotFitError, UnsupportedError, UsageError, did_you_mean
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.layout_search.dim_groups import DimGroups
 from shardload.layout_search.given_layouts import fixed_specs
@@ -345,6 +345,11 @@ class LayoutSearch:
         """Yield what to try: for each kind of blocks, whether and what it recomputes."""
         kinds = sorted({*self._traced.blocks.values()}) if self._traced.training else []
         if isinstance(remat, Mapping):
+            if unknown := [kind for kind in remat if kind not in kinds and self._traced.training]:
+                raise UsageError(
+                    f"Cannot recompute {unknown[0]!r:.60}: the model repeats no block of that class."
+                    + (did_you_mean(str(unknown[0]), kinds) or (f" It repeats {', '.join(kinds)}" if kinds else ""))
+                )
             yield {kind: mode for kind, mode in remat.items() if mode != "none"}
         elif remat in ("matmuls", "full"):
             yield dict.fromkeys(kinds, remat)

@@ -50,6 +50,22 @@ def gemma(**changes):
         return keras_hub.models.GemmaBackbone(2048, intermediate_dim=2048, **{**sizes, **changes})
 
 
+def test_blocks_that_the_model_does_not_repeat_are_refused():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
+    with pytest.raises(UsageError, match="Cannot recompute 'FusdBlock': the model repeats no block of that class"):
+        search(model, "2x4", batch=8, optimizer="adamw", remat={"FusdBlock": "full"})
+
+
+def test_convolutions_along_a_split_sequence_are_noted():
+    def noted(layer):
+        model = keras.Sequential([keras.Input((16, 8)), layer, keras.layers.Dense(8)])
+        plan = search(model, "data=2,context=4", batch=8, optimizer="adamw")
+        return [note for note in plan.notes if note.startswith("convolutions along the sequence that axis 'context'")]
+
+    assert noted(keras.layers.Conv1D(8, 3, padding="same"))
+    assert not noted(keras.layers.Dense(8))
+
+
 def test_a_transformer_block_is_split_as_megatron_does_without_looking_at_names(trained):
     found = layouts(trained)
     assert found["multi_head_attention/query/kernel"] == "(-, model, -)"
@@ -137,7 +153,8 @@ def test_a_dim_that_the_program_takes_apart_is_noted_with_the_line():
         y = Gated(128)(y)
     notes = search(keras.Model(inputs, y), "1x4", batch=8).notes
     at = 1 + next(i for i, line in enumerate(Path(__file__).read_text().split("\n")) if "# what the note names" in line)
-    said = [note for note in notes if f"takes its dim of 512 apart at {Path(__file__).name}:{at}. It could be" in note]
+    expected = f"slices its dim of 512, or joins it to others, at {Path(__file__).name}:{at}. Where it is sliced"
+    said = [note for note in notes if expected in note]
     assert len(said) == 1 and "/kernel and 1 more" in said[0]
     assert search(LAYOUT_MODELS["block"]().model, "1x4", batch=8).notes == ()
 

@@ -359,6 +359,11 @@ def test_too_few_devices_are_refused():
         shardload.AutoShardDistribution("2x8")
 
 
+def test_an_empty_layout_is_refused():
+    with pytest.raises(LayoutError, match="Cannot use layout='': expected auto, keras_hub, replicated, search, or the"):
+        shardload.AutoShardDistribution("2x4", "")
+
+
 @pytest.mark.parametrize("argument", ["device_memory_bytes", "batch"])
 def test_arguments_of_a_search_need_a_search(argument):
     with pytest.raises(UsageError, match=f"Cannot plan with {argument}=1024 and layout='auto': only a search"):

@@ -1,0 +1,171 @@
+"""Layouts that keep XLA from partitioning operations wrong: scatters and convolutions (JAX 0.10.2, also without Keras).
+
+* **Scatters.** XLA pads an array that a mesh does not divide, such as token ids without the last of each row, and does
+  not mask the padding in a scatter: on a mesh of two or more axes, it adds the padding to row 0. So does the gradient
+  of a lookup, which is a scatter, and so do `segment_sum`, `bincount` and ``x.at[ids].max(y)``. Dims that all axes
+  together divide stay as XLA likes them (of sequences in rows: all but those of the batch); others are split over those
+  axes of the batch and of sequences that divide them::
+
+      table[ids[:, :-1]]  ─►  ids and rows: ("data", None) instead of ("data", "sequence")
+
+* **Convolutions.** Where an axis of the mesh splits neither rows, windows nor channels, XLA adds up its copies: the
+  kernel's gradient of a convolution in groups is too large, and so is all of a convolution along a dim that is split.
+  So dims of windows are whole, unless rows and a sequence take up the mesh, and in groups, each device convolves its
+  rows by themselves::
+
+      x ("data", None, None), kernel  ─►  shard_map over "data": x * kernel  ─►  y ("data", None, None)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardload.keras_bridge.patches import Patches, replacing
+from shardload.sharding.mesh import MeshSpec
+
+_FREE = PartitionSpec.UNCONSTRAINED
+
+
+class _OnMesh(NamedTuple):
+    mesh: MeshSpec
+    batch_axes: tuple[str, ...]
+    devices: jax.sharding.Mesh
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.mesh.axes_of("sequence") if axis not in self.batch_axes)
+
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.mesh.axes if self.mesh.axis_size(axis) > 1)
+
+    def constrained(self, value: Any, dims: dict[int, Any]) -> Any:
+        """Return an array of which some dims have these axes, and XLA chooses those of the others."""
+        if not dims:
+            return value
+        spec = PartitionSpec(*(dims.get(dim, _FREE) for dim in range(value.ndim)))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self.devices, spec))
+
+
+# Part of the key under which JAX keeps traces: one made outside of the block, such as that of `jax.numpy.take` in a
+# search, has none of the constraints.
+_ON_MESH: Any = jax.make_user_context(None)
+
+
+@contextmanager
+def avoiding_xla_faults(distribution: Any) -> Iterator[None]:
+    """Trace operations inside the block as described above, on the mesh of a `MeshParallel` or the like.
+
+    Under no distribution, or another one, nothing changes.
+    """
+    if not getattr(distribution, "lays_out_each_batch", False):
+        yield
+        return
+    devices = distribution.device_mesh.backend_mesh
+    with _PATCHES.applied(), _ON_MESH(_OnMesh(distribution.mesh, tuple(distribution.batch_axes), devices)):
+        yield
+
+
+def _mesh_of_trace() -> _OnMesh | None:
+    # Inside of `jax.shard_map`, arrays are parts on one device.
+    on: _OnMesh | None = None if jax.sharding.get_abstract_mesh().manual_axes else _ON_MESH.value
+    return on
+
+
+@replacing
+def _scatter(original: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
+    window = params["dimension_numbers"].update_window_dims
+    rows = [dim for dim in range(updates.ndim) if dim not in window]
+    return original(operand, _even(indices, range(indices.ndim - 1)), _even(updates, rows), **params)
+
+
+@replacing
+def _gather(original: Any, operand: Any, indices: Any, **params: Any) -> Any:
+    # Its gradient may be traced after the block has ended, and takes over the layouts of indices and result.
+    window = params["dimension_numbers"].offset_dims
+    found = original(operand, _even(indices, range(indices.ndim - 1)), **params)
+    return _even(found, [dim for dim in range(found.ndim) if dim not in window])
+
+
+def _even(value: Any, rows: Sequence[int]) -> Any:
+    """Return an array whose dims ``rows`` are constrained to axes that divide them, where others would not."""
+    on = _mesh_of_trace()
+    if on is None or not isinstance(value, jax.core.Tracer):
+        return value
+    # Which axes may split a dim as they like, if they all divide it together, and which may otherwise.
+    rest = [axis for axis in on.mesh.axes if axis not in on.batch_axes]
+    axes: list[tuple[Sequence[str], Sequence[str]]] = [(on.mesh.axes, on.batch_axes), (rest, on.sequence_axes)]
+    if len(rows) == 1:
+        axes = [(on.mesh.axes, (*on.batch_axes, *on.sequence_axes))]
+    dims = {}
+    for position, dim in enumerate(rows):
+        any_of, some = axes[position] if position < len(axes) else (on.mesh.axes, ())
+        if value.shape[dim] % math.prod(map(on.mesh.axis_size, any_of)):
+            dims[dim] = on.mesh.splitting(value.shape[dim], some) or None
+    return on.constrained(value, dims)
+
+
+@replacing
+def _convolve(original: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+    on = _mesh_of_trace()
+    if on is None or len(on.used_axes) < 2:
+        return original(lhs, rhs, **params)
+    of_lhs, of_rhs, of_result = params["dimension_numbers"]
+    rows = on.mesh.splitting(lhs.shape[of_lhs[0]], on.batch_axes)
+    if params["feature_group_count"] > 1:
+        lhs = on.constrained(lhs, {of_lhs[0]: rows or None, **dict.fromkeys(of_lhs[2:])})
+        found = _by_rows(original, on, lhs, rhs, axes=rows, params=params) if rows else original(lhs, rhs, **params)
+        return on.constrained(found, {of_result[0]: rows or None, **dict.fromkeys(of_result[2:])})
+    if len(on.used_axes) == 2 and {*on.used_axes} <= {*on.batch_axes[:1], *on.sequence_axes}:
+        # Rows and sequence take up the mesh. In Keras, rows are the first dim, but in the gradient of a kernel, whose
+        # operands have been laid out here.
+        if of_lhs[0] != 0:
+            return original(lhs, rhs, **params)
+        if rows:
+            found = original(on.constrained(lhs, {0: rows}), rhs, **params)
+            return on.constrained(found, {of_result[0]: rows})
+    lhs, rhs = (on.constrained(v, dict.fromkeys(dims[2:])) for v, dims in ((lhs, of_lhs), (rhs, of_rhs)))
+    return on.constrained(original(lhs, rhs, **params), dict.fromkeys(of_result[2:]))
+
+
+def _by_rows(original: Any, on: _OnMesh, lhs: Any, rhs: Any, *, axes: tuple[str, ...], params: dict[str, Any]) -> Any:
+    """Convolve the rows of each device by themselves, so that their gradients of the kernel are computed so, too."""
+
+    def specs(dims: Sequence[int]) -> PartitionSpec:
+        return PartitionSpec(*(axes if dim == dims[0] else None for dim in range(lhs.ndim)))
+
+    of_lhs, _, of_result = params["dimension_numbers"]
+    # XLA chooses the layouts along the other axes. JAX runs such a function only when it is compiled.
+    return jax.jit(
+        jax.shard_map(
+            lambda lhs, rhs: original(lhs, rhs, **params),
+            mesh=on.devices,
+            in_specs=(specs(of_lhs), PartitionSpec()),
+            out_specs=specs(of_result),
+            axis_names={*axes},
+            check_vma=False,
+        )
+    )(lhs, rhs)
+
+
+_SCATTERS = (
+    jax.lax.scatter_p,
+    jax.lax.scatter_add_p,
+    jax.lax.scatter_sub_p,
+    jax.lax.scatter_mul_p,
+    jax.lax.scatter_min_p,
+    jax.lax.scatter_max_p,
+)
+_PATCHES = Patches(
+    lambda: [
+        (jax.lax.gather_p, "bind", _gather),
+        (jax.lax.conv_general_dilated_p, "bind", _convolve),
+        *((primitive, "bind", _scatter) for primitive in _SCATTERS),
+    ]
+)
