@@ -222,7 +222,7 @@ class LayoutSearch:
             yield (
                 "no sequence is split between products: "
                 + (
-                    "the axes for weights divide none, or split other dims"
+                    "either no axis for weights divides one, or they all split other dims of activations"
                     if training
                     else "that is for training steps"
                 )

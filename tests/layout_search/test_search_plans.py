@@ -448,7 +448,7 @@ def test_plans_on_two_meshes_are_compared_with_the_meshes_named(block, trained, 
 @pytest.mark.parametrize(
     ("limit", "opposite_s", "said"),
     [
-        (None, -0.001, "-1.000 ms per step, and more memory for weights than that is worth"),
+        (None, -0.001, "saves 1.000 ms per step, less than the memory that it needs for weights is worth"),
         (None, None, "the opposite contradicts other decisions"),
         (2**30, None, "does not keep the memory limit"),
     ],
