@@ -13,8 +13,9 @@ XLA for CPU removes the barriers of `jax.checkpoint`: a step then recomputes, bu
 this module sets ``XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander``, as `compile_step` does.
 
 Eight devices share the cores and the memory of this machine: an exchange is a copy, and what all devices compute alike
-costs eight times. Times are therefore also planned with `SIMULATED` rates. Compare these with CPU-seconds of user code:
-those of the system go into fresh pages for temporaries, which the process gives back after each step.
+costs eight times. Times are therefore also planned with the rates of `Hardware.simulated`. Compare these with
+CPU-seconds of user code: those of the system go into fresh pages for temporaries, which the process gives back after
+each step.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from benchmarks.measure import interleave
 BATCH, LENGTH = 8, 512
 VOCABULARY, LAYERS, WIDTH, HEADS = 2048, 4, 512, 8
 MESHES = ("1x8", "2x4")
-SIMULATED = {"flops_per_s": 1e10, "memory_bytes_per_s": 2e9, "link_bytes_per_s": 1e9}
-"""Rates of one of eight devices that share two cores, to one digit, for `shardload.parallel.Hardware`."""
 KEEP_BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
 HEAD = (
     "recomputed; sequences",
@@ -59,7 +58,7 @@ class Planned:
     plan: Any
     name: str
     seconds: dict[str, float]
-    """Of a step: with the rates of a TPU but no reduce-scatters, with `SIMULATED` rates, and with all of a TPU."""
+    """Of a step: with the rates of a TPU but no reduce-scatters, with `Hardware.simulated`, and with all of a TPU."""
     activation_bytes: int
     temporary_bytes: int
 
@@ -146,7 +145,7 @@ def plans(build: Callable[[], Any], mesh: str) -> list[Planned]:
     inputs = {key: jax.ShapeDtypeStruct((BATCH, LENGTH), "int32") for key in ("token_ids", "padding_mask")}
     rates = {
         "no_reduce_scatter": Hardware(reduce_scatter=False),  # XLA for CPU makes none
-        "simulated": Hardware(reduce_scatter=False, **SIMULATED),
+        "simulated": Hardware.simulated(),
         "accelerator": Hardware(),
     }
     found, weights = [], set()

@@ -57,6 +57,15 @@ class Hardware:
         object.__setattr__(self, "axis_bytes_per_s", axes)
 
     @classmethod
+    def simulated(cls) -> Hardware:
+        """Return rates, to one digit, of one of eight simulated devices that share two CPU cores.
+
+        All devices compute on the same cores, where an exchange is a copy and repeated work costs as often as it is
+        repeated: plans for training on them split small weights that accelerators would rather copy.
+        """
+        return cls(flops_per_s=1e10, memory_bytes_per_s=2e9, link_bytes_per_s=1e9, reduce_scatter=False)
+
+    @classmethod
     def of(cls, given: Hardware | None) -> Hardware:
         """Return the ``hardware`` argument of a caller, or the default for ``None``; raise if it is no `Hardware`."""
         if given is not None and not isinstance(given, cls):

@@ -56,6 +56,20 @@ def test_blocks_that_the_model_does_not_repeat_are_refused():
         search(model, "2x4", batch=8, optimizer="adamw", remat={"FusdBlock": "full"})
 
 
+def test_simulated_devices_copy_no_work_that_is_free_on_accelerators():
+    inputs = y = keras.Input((64,))
+    for width in (256, 64, 256, 64):
+        y = keras.layers.Dense(width, "relu")(y)
+    plans = [
+        search(keras.Model(inputs, y), "1x8", batch=64, optimizer="adamw", hardware=rates)
+        for rates in (Hardware(), Hardware.simulated())
+    ]
+    assert plans[0].exchanged_bytes == 0 and plans[0].device.weights == 4 * sum(
+        math.prod(v.shape) for v in plans[0].variables
+    )
+    assert plans[1].device.weights < plans[0].device.weights / 4
+
+
 def test_convolutions_along_a_split_sequence_are_noted():
     def noted(layer):
         model = keras.Sequential([keras.Input((16, 8)), layer, keras.layers.Dense(8)])
