@@ -28,6 +28,7 @@ from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.binding import binding_of, forget_compiled
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import current_value, sharding_of, stored_dtype
+from shardload.keras_bridge.xla_faults import avoiding_xla_faults
 
 StepName = Literal["predict", "train"]
 
@@ -164,4 +165,6 @@ def _on_mesh_of(model: Model) -> Iterator[None]:
     with ExitStack() as stack:
         if (binding := binding_of(model)) is not None:
             stack.enter_context(binding.scope())
+            # As the step is called: this context is part of the key of compiled steps.
+            stack.enter_context(avoiding_xla_faults(binding.distribution))
         yield

@@ -89,7 +89,7 @@ def given_plan(layout: Any) -> LayoutPlan | None:
 
 def check_layout(layout: Any) -> None:
     """Raise if a layout given as text or a path is neither the name of a layout nor a file with a plan or rules."""
-    if layout == "":
+    if isinstance(layout, str) and not layout:
         modes = ", ".join(MODES)
         raise LayoutError(f"Cannot use layout='': expected {modes}, or the path of a file with a plan or rules")
     if isinstance(layout, str | os.PathLike) and str(layout) not in MODES and given_plan(layout) is None:
