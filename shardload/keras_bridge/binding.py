@@ -373,13 +373,15 @@ def forget_compiled(model: Model) -> None:
 def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if binding.is_open:
-            return method(*args, **kwargs)
-        # Not for `call`, which also runs inside traces (a user's own training step), where no value can be moved.
-        if method.__name__ != "call":
-            _adopt(model, binding)
-        with binding.scope(), avoiding_xla_faults(binding.distribution if method.__name__ == "call" else None):
-            found = method(*args, **kwargs)
+        # It also runs inside traces (a user's own training step), where no value can be moved.
+        is_call = method.__name__ == "call"
+        with avoiding_xla_faults(binding.distribution if is_call else None):
+            if binding.is_open:
+                return method(*args, **kwargs)
+            if not is_call:
+                _adopt(model, binding)
+            with binding.scope():
+                found = method(*args, **kwargs)
         if method.__name__ in _RESULTS:
             record_first_result(model)
         return found

@@ -2,16 +2,17 @@
 
 * **Scatters.** XLA pads an array that a mesh does not divide, such as token ids without the last of each row, and does
   not mask the padding in a scatter: on a mesh of two or more axes, it adds the padding to row 0. So does the gradient
-  of a lookup, which is a scatter, and so do `segment_sum`, `bincount` and ``x.at[ids].max(y)``. Dims that all axes
-  together divide stay as XLA likes them (of sequences in rows: all but those of the batch); others are split over those
-  axes of the batch and of sequences that divide them::
+  of a lookup, which is a scatter, and so do `segment_sum`, `bincount` and ``x.at[ids].max(y)``. XLA may split as it
+  likes what all axes together divide (a sequence: all axes but those of the batch), and dims that the table has, too
+  (``take_along_axis``): their padding falls into the table's. Other dims are split over those axes of the batch and of
+  sequences that divide them::
 
       table[ids[:, :-1]]  ─►  ids and rows: ("data", None) instead of ("data", "sequence")
 
 * **Convolutions.** Where an axis of the mesh splits neither rows, windows nor channels, XLA adds up its copies: the
-  kernel's gradient of a convolution in groups is too large, and so is all of a convolution along a dim that is split.
-  So dims of windows are whole, unless rows and a sequence take up the mesh, and in groups, each device convolves its
-  rows by themselves::
+  kernel's gradient of a convolution in groups is too large. If a dim of its windows is split, other convolutions are
+  wrong as well. So dims of windows are whole, unless rows and a sequence take up the mesh; and in a convolution in
+  groups, each device convolves its own rows::
 
       x ("data", None, None), kernel  ─►  shard_map over "data": x * kernel  ─►  y ("data", None, None)
 """
@@ -80,21 +81,27 @@ def _mesh_of_trace() -> _OnMesh | None:
 
 @replacing
 def _scatter(original: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
-    window = params["dimension_numbers"].update_window_dims
-    rows = [dim for dim in range(updates.ndim) if dim not in window]
-    return original(operand, _even(indices, range(indices.ndim - 1)), _even(updates, rows), **params)
+    of = params["dimension_numbers"]
+    rows = [dim for dim in range(updates.ndim) if dim not in of.update_window_dims]
+    shared = of.scatter_indices_batching_dims
+    indices = _even(indices, range(indices.ndim - 1), shared)
+    return original(operand, indices, _even(updates, rows, shared), **params)
 
 
 @replacing
 def _gather(original: Any, operand: Any, indices: Any, **params: Any) -> Any:
     # Its gradient may be traced after the block has ended, and takes over the layouts of indices and result.
-    window = params["dimension_numbers"].offset_dims
-    found = original(operand, _even(indices, range(indices.ndim - 1)), **params)
-    return _even(found, [dim for dim in range(found.ndim) if dim not in window])
+    of = params["dimension_numbers"]
+    shared = of.start_indices_batching_dims
+    found = original(operand, _even(indices, range(indices.ndim - 1), shared), **params)
+    return _even(found, [dim for dim in range(found.ndim) if dim not in of.offset_dims], shared)
 
 
-def _even(value: Any, rows: Sequence[int]) -> Any:
-    """Return an array whose dims ``rows`` are constrained to axes that divide them, where others would not."""
+def _even(value: Any, rows: Sequence[int], shared: Sequence[int]) -> Any:
+    """Return an array whose dims ``rows`` are constrained to axes that divide them, where others would not.
+
+    ``shared`` has the positions in ``rows`` of dims that the table has, too.
+    """
     on = _mesh_of_trace()
     if on is None or not isinstance(value, jax.core.Tracer):
         return value
@@ -106,7 +113,7 @@ def _even(value: Any, rows: Sequence[int]) -> Any:
     dims = {}
     for position, dim in enumerate(rows):
         any_of, some = axes[position] if position < len(axes) else (on.mesh.axes, ())
-        if value.shape[dim] % math.prod(map(on.mesh.axis_size, any_of)):
+        if position not in shared and value.shape[dim] % math.prod(map(on.mesh.axis_size, any_of)):
             dims[dim] = on.mesh.splitting(value.shape[dim], some) or None
     return on.constrained(value, dims)
 
@@ -116,7 +123,7 @@ def _convolve(original: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     on = _mesh_of_trace()
     if on is None or len(on.used_axes) < 2:
         return original(lhs, rhs, **params)
-    of_lhs, of_rhs, of_result = params["dimension_numbers"]
+    of_lhs, _, of_result = params["dimension_numbers"]
     rows = on.mesh.splitting(lhs.shape[of_lhs[0]], on.batch_axes)
     if params["feature_group_count"] > 1:
         lhs = on.constrained(lhs, {of_lhs[0]: rows or None, **dict.fromkeys(of_lhs[2:])})
@@ -130,12 +137,13 @@ def _convolve(original: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
         if rows:
             found = original(on.constrained(lhs, {0: rows}), rhs, **params)
             return on.constrained(found, {of_result[0]: rows})
-    lhs, rhs = (on.constrained(v, dict.fromkeys(dims[2:])) for v, dims in ((lhs, of_lhs), (rhs, of_rhs)))
-    return on.constrained(original(lhs, rhs, **params), dict.fromkeys(of_result[2:]))
+    # Not the kernel: what is constrained is kept for the backward pass, and a kernel may be gathered for this use only.
+    found = original(on.constrained(lhs, dict.fromkeys(of_lhs[2:])), rhs, **params)
+    return on.constrained(found, dict.fromkeys(of_result[2:]))
 
 
 def _by_rows(original: Any, on: _OnMesh, lhs: Any, rhs: Any, *, axes: tuple[str, ...], params: dict[str, Any]) -> Any:
-    """Convolve the rows of each device by themselves, so that their gradients of the kernel are computed so, too."""
+    """Convolve each device's rows on that device: so the kernel's gradient is computed there, too, then added up."""
 
     def specs(dims: Sequence[int]) -> PartitionSpec:
         return PartitionSpec(*(axes if dim == dims[0] else None for dim in range(lhs.ndim)))

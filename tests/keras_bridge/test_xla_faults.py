@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from keras import layers
+from programs import gradients_of
 
 import shardload
 from shardload.parallel import check_numbers, search
@@ -70,16 +71,8 @@ def test_kernels_train_as_on_one_device_without_compiling(name):
 def test_a_training_step_of_ones_own_has_the_gradients_of_one_device(name, mesh):
     distribution = shardload.AutoShardDistribution(mesh, "replicated")
     x = next(batches(convolving(name), 8))
-    split = NamedSharding(distribution.device_mesh.backend_mesh, P(distribution.batch_axes))
-
-    def gradients(model, x):
-        def loss(trainable, x):
-            return keras.ops.sum(model.stateless_call(trainable, model.non_trainable_variables, x)[0] ** 2)
-
-        return jax.jit(jax.grad(loss))([v.value for v in model.trainable_variables], x)
-
-    expected = gradients(convolving(name), x)
-    found = gradients(distribution.shard(convolving(name)), jax.device_put(x, split))
+    expected = gradients_of(convolving(name), x)
+    found = gradients_of(distribution.shard(convolving(name)), x, P(distribution.batch_axes))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 

@@ -8,7 +8,7 @@ import models
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import collectives, forward
+from programs import collectives, forward, gradients_of
 
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError, MeshError, UsageError
@@ -295,17 +295,8 @@ def test_lookups_and_sums_of_sliced_tokens_are_those_of_one_device(mesh, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_step_of_ones_own_has_the_gradients_of_one_device(kind):
     tokens = tokens_without_zero(4)
-    distribution = shardload.AutoShardDistribution("sequence=4,model=2")
-    split = jax.sharding.NamedSharding(distribution.device_mesh.backend_mesh, P(None, "sequence"))
-
-    def gradients(model, tokens):
-        def loss(trainable, tokens):
-            return keras.ops.sum(model.stateless_call(trainable, model.non_trainable_variables, tokens)[0] ** 2)
-
-        return jax.jit(jax.grad(loss))([v.value for v in model.trainable_variables], tokens)
-
-    expected = gradients(looking_up(kind), tokens)
-    found = gradients(distribution.shard(looking_up(kind)), jax.device_put(tokens, split))
+    sharded = shardload.AutoShardDistribution("sequence=4,model=2").shard(looking_up(kind))
+    expected, found = gradients_of(looking_up(kind), tokens), gradients_of(sharded, tokens, P(None, "sequence"))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 _COLLECTIVE = re.compile(
     r"= [^=\n]*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+
+
+_REPLICATED = PartitionSpec()
 
 
 def collectives(program: str) -> dict[str, int]:
@@ -22,10 +26,10 @@ def collectives(program: str) -> dict[str, int]:
 def forward(model: Any, inputs: Any, *, training: bool = False) -> Any:
     """Compile a forward pass of a model whose values are on a mesh; the inputs are replicated."""
     step = jax.jit(lambda values, x: model.stateless_call(*values, x, training=training)[0])
-    return step.lower(_values(model), _replicated(model, inputs)).compile()
+    return step.lower(_values(model), _placed(model, inputs)).compile()
 
 
-def gradients(model: Any, inputs: Any) -> Any:
+def gradients(model: Any, inputs: Any, spec: PartitionSpec = _REPLICATED) -> Any:
     """Compile the gradients of a sum of squares of all outputs, laid out like their variables."""
     trainable, rest = _values(model)
 
@@ -34,20 +38,20 @@ def gradients(model: Any, inputs: Any) -> Any:
         return sum(jnp.sum(jnp.square(y.astype("float32"))) for y in jax.tree.leaves(outputs))
 
     step = jax.jit(jax.grad(loss), out_shardings=[value.sharding for value in trainable])
-    return step.lower(trainable, _replicated(model, inputs)).compile()
+    return step.lower(trainable, _placed(model, inputs, spec)).compile()
 
 
-def gradients_of(model: Any, inputs: Any) -> list[Any]:
-    """Run `gradients`."""
-    return list(gradients(model, inputs)(_values(model)[0], _replicated(model, inputs)))
+def gradients_of(model: Any, inputs: Any, spec: PartitionSpec = _REPLICATED) -> list[Any]:
+    """Run `gradients`; ``spec`` is the layout of the inputs, if the model is on a mesh."""
+    return list(gradients(model, inputs, spec)(_values(model)[0], _placed(model, inputs, spec)))
 
 
 def _values(model: Any) -> tuple[list[Any], list[Any]]:
     return [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
 
 
-def _replicated(model: Any, inputs: Any) -> Any:
+def _placed(model: Any, inputs: Any, spec: PartitionSpec = _REPLICATED) -> Any:
     sharding = model.variables[0].value.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
-        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
     return jax.device_put(inputs, sharding)
