@@ -64,6 +64,7 @@ def go_wrong(kind):
     if kind == "raise":
         raise CannotError("the disk caught fire")
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    threading.Event().wait()  # a stop may reach another thread first, and this one must do nothing more
 
 
 def at(call, stage, kind):
