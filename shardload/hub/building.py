@@ -339,6 +339,7 @@ def _first(error: Exception) -> str:
     first, *rest = message.split("\n\n")
     if rest and first.endswith(":"):  # Keras announces the cause, which is the next paragraph
         first = f"{first} {rest[0]}"
+    first = first.partition(" Full object config: ")[0]
     return first[:_SHOWN].rstrip(".") or type(error).__name__
 
 
@@ -352,4 +353,4 @@ def _advice(manifest: Manifest, error: Exception) -> str:
             "A quantised dtype is for a model that was saved quantised. Load this one with dtype='float32', then call "
             "model.quantize('int8')"
         )
-    return "Pass your own classes as custom_objects, or register them with keras.saving"
+    return "Call shardload in Python, and pass your own classes as custom_objects, or register them with keras.saving"
