@@ -3,9 +3,8 @@
 * **Scatters.** XLA pads an array that a mesh does not divide, such as token ids without the last of each row, and does
   not mask the padding in a scatter: on a mesh of two or more axes, it adds the padding to row 0. So does the gradient
   of a lookup, which is a scatter, and so do `segment_sum`, `bincount` and ``x.at[ids].max(y)``. XLA may split as it
-  likes what all axes together divide (a sequence: all axes but those of the batch), and dims that the table has, too
-  (``take_along_axis``): their padding falls into the table's. Other dims are split over those axes of the batch and of
-  sequences that divide them::
+  likes what all axes together divide, and dims that the table has, too (``take_along_axis``): their padding falls into
+  the table's. Other dims are split over those axes of the batch and of sequences that divide them::
 
       table[ids[:, :-1]]  ─►  ids and rows: ("data", None) instead of ("data", "sequence")
 
@@ -19,6 +18,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -103,32 +103,39 @@ def _even(value: Any, rows: Sequence[int], shared: Sequence[int]) -> Any:
     ``shared`` has the positions in ``rows`` of dims that the table has, too.
     """
     on = _mesh_of_trace()
-    if on is None or not isinstance(value, jax.core.Tracer):
+    if on is None or len(on.used_axes) < 2 or not isinstance(value, jax.core.Tracer):
         return value
-    # Which axes may split a dim as they like, if they all divide it together, and which may otherwise.
-    rest = [axis for axis in on.mesh.axes if axis not in on.batch_axes]
-    axes: list[tuple[Sequence[str], Sequence[str]]] = [(on.mesh.axes, on.batch_axes), (rest, on.sequence_axes)]
-    if len(rows) == 1:
-        axes = [(on.mesh.axes, (*on.batch_axes, *on.sequence_axes))]
+    # Which axes may split a dim that they do not all divide together.
+    axes = [on.batch_axes, on.sequence_axes] if len(rows) > 1 else [(*on.batch_axes, *on.sequence_axes)]
     dims = {}
     for position, dim in enumerate(rows):
-        any_of, some = axes[position] if position < len(axes) else (on.mesh.axes, ())
-        if position not in shared and value.shape[dim] % math.prod(map(on.mesh.axis_size, any_of)):
+        if position not in shared and value.shape[dim] % on.devices.size:
+            some = axes[position] if position < len(axes) else ()
             dims[dim] = on.mesh.splitting(value.shape[dim], some) or None
+    if len(rows) > 1 and rows[1] in dims and not {0, 1} & {*shared}:
+        n_parts = math.prod(map(on.mesh.axis_size, on.batch_axes))
+        if not value.shape[rows[0]] % n_parts and not value.shape[rows[1]] % (on.devices.size // n_parts):
+            # With rows split over the axes of the batch, XLA may split a sequence as it likes over the others.
+            dims[rows[0]] = on.batch_axes
+            del dims[rows[1]]
     return on.constrained(value, dims)
 
 
 @replacing
 def _convolve(original: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     on = _mesh_of_trace()
-    if on is None or len(on.used_axes) < 2:
+    groups, (of_lhs, of_rhs, of_result) = params["feature_group_count"], params["dimension_numbers"]
+    if on is None or len(on.used_axes) < (1 if groups > 1 else 2):
         return original(lhs, rhs, **params)
-    of_lhs, _, of_result = params["dimension_numbers"]
-    rows = on.mesh.splitting(lhs.shape[of_lhs[0]], on.batch_axes)
-    if params["feature_group_count"] > 1:
-        lhs = on.constrained(lhs, {of_lhs[0]: rows or None, **dict.fromkeys(of_lhs[2:])})
+    rows = on.mesh.splitting(lhs.shape[of_lhs[0]], [axis for axis in on.batch_axes if axis in on.used_axes])
+    if groups > 1:
+        # XLA ends the process where it would split a group. Then channels are whole, else as it likes.
+        whole = 1 if groups % math.prod(on.mesh.axis_size(axis) for axis in on.mesh.axes if axis not in rows) else 2
+        lhs = on.constrained(lhs, {of_lhs[0]: rows or None, **dict.fromkeys(of_lhs[whole:])})
+        if whole == 1:
+            rhs = on.constrained(rhs, {of_rhs[0]: None})
         found = _by_rows(original, on, lhs, rhs, axes=rows, params=params) if rows else original(lhs, rhs, **params)
-        return on.constrained(found, {of_result[0]: rows or None, **dict.fromkeys(of_result[2:])})
+        return on.constrained(found, {of_result[0]: rows or None, **dict.fromkeys(of_result[whole:])})
     if len(on.used_axes) == 2 and {*on.used_axes} <= {*on.batch_axes[:1], *on.sequence_axes}:
         # Rows and sequence take up the mesh. In Keras, rows are the first dim, but in the gradient of a kernel, whose
         # operands have been laid out here.
@@ -144,22 +151,32 @@ def _convolve(original: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
 
 def _by_rows(original: Any, on: _OnMesh, lhs: Any, rhs: Any, *, axes: tuple[str, ...], params: dict[str, Any]) -> Any:
     """Convolve each device's rows on that device: so the kernel's gradient is computed there, too, then added up."""
+    # Each position along the axes has a kernel of its own, so that XLA adds up the gradients, outside of the function:
+    # of a sum inside, in bfloat16, XLA for CPU ends the process.
+    kernels = jax.numpy.broadcast_to(rhs, (math.prod(map(on.mesh.axis_size, axes)), *rhs.shape))
+    return _convolution_by_rows(original, on.devices, axes, tuple(params.items()))(lhs, kernels)
 
-    def specs(dims: Sequence[int]) -> PartitionSpec:
-        return PartitionSpec(*(axes if dim == dims[0] else None for dim in range(lhs.ndim)))
 
-    of_lhs, _, of_result = params["dimension_numbers"]
+@functools.lru_cache
+def _convolution_by_rows(
+    original: Any, devices: jax.sharding.Mesh, axes: tuple[str, ...], params: tuple[tuple[str, Any], ...]
+) -> Any:
+    of_lhs, _, of_result = dict(params)["dimension_numbers"]
+
+    def rows(dims: Sequence[int]) -> PartitionSpec:
+        return PartitionSpec(*(axes if dim == dims[0] else None for dim in range(len(dims))))
+
     # XLA chooses the layouts along the other axes. JAX runs such a function only when it is compiled.
     return jax.jit(
         jax.shard_map(
-            lambda lhs, rhs: original(lhs, rhs, **params),
-            mesh=on.devices,
-            in_specs=(specs(of_lhs), PartitionSpec()),
-            out_specs=specs(of_result),
+            lambda lhs, kernels: original(lhs, kernels[0], **dict(params)),
+            mesh=devices,
+            in_specs=(rows(of_lhs), PartitionSpec(axes)),
+            out_specs=rows(of_result),
             axis_names={*axes},
             check_vma=False,
         )
-    )(lhs, rhs)
+    )
 
 
 _SCATTERS = (

@@ -414,7 +414,8 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
     A grouped convolution divides the channels into feature groups, and convolves each group by itself. In a depthwise
     convolution, each group has one channel, so channels stay split. In the gradient of its kernel, the batch dim and
     the channel dim have changed places. If each group has several channels, they do not stay split: XLA gathers the
-    image and the kernel along their channel dims and, except in that gradient, the image along its batch dim as well.
+    image and the kernel along their channel dims. (Of such an image, XLA by itself would gather the rows, too:
+    `shardload.keras_bridge.xla_faults` keeps them on their devices.)
     """
     batch, features = eqn.params["dimension_numbers"].lhs_spec[:2]
     out_channels, in_channels = eqn.params["dimension_numbers"].rhs_spec[:2]
@@ -427,11 +428,10 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
     if image.shape[grouped] == max(groups, batches):
         return result, program.unite(image.dims[grouped], kernel.dims[out_channels])
     program.need_whole(image, grouped, why="convolution")
+    if batches == 1:
+        program.estimated["convolutions in groups of several channels"] += 1
     for d in (out_channels, in_channels) if batches == 1 else (out_channels,):
         program.need_whole(kernel, d, why="convolution")
-    if batches == 1:
-        rows = Exchange("all-gather", image.dims[batch], image.nbytes, image.dims[batch])
-        program.work("convolution", image.factors, exchanges=[rows])
     return result, None
 
 

@@ -237,7 +237,7 @@ def test_tokens_that_a_model_slices_or_pads_have_the_gradients_of_one_device(mes
 
 
 class LookUp(keras.layers.Layer):
-    """Looks up or adds up rows of a table of 16 with all tokens but the last of each row."""
+    """Looks up or adds up rows of a table of 16 with all tokens but the last of each row, or all rows but the last."""
 
     def __init__(self, kind):
         super().__init__()
@@ -248,6 +248,9 @@ class LookUp(keras.layers.Layer):
         fewer, rows = tokens[:, :-1], keras.ops.take(self.table, tokens, axis=0)[:, :-1]
         if self.kind == "take":
             return keras.ops.take(self.table, fewer, axis=0)
+        if self.kind == "time_major":
+            columns = keras.ops.take(self.table, keras.ops.transpose(tokens)[:, :-2], axis=0)
+            return rows + keras.ops.sum(columns, axis=(0, 1))
         if self.kind == "take_along_axis":
             chosen = keras.ops.take_along_axis(rows, keras.ops.expand_dims(fewer // 2, -1), axis=-1)
             return keras.ops.concatenate([chosen, chosen], axis=-1)
@@ -275,10 +278,10 @@ def tokens_without_zero(rows):
     return np.random.default_rng(0).integers(1, 16, (rows, 8)).astype("int32")
 
 
-KINDS = ["take", "take_along_axis", "segment_sum", "segment_max", "bincount", "scatter"]
+KINDS = ["take", "time_major", "take_along_axis", "segment_sum", "segment_max", "bincount", "scatter"]
 
 
-@pytest.mark.parametrize("mesh", ["sequence=4,model=2", "data=2,sequence=2,model=2"])
+@pytest.mark.parametrize("mesh", ["sequence=4,model=2", "data=2,sequence=2,model=2", "4x2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lookups_and_sums_of_sliced_tokens_are_those_of_one_device(mesh, kind):
     tokens = tokens_without_zero(8)
