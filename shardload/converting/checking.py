@@ -23,17 +23,20 @@ from shardload.keras_bridge.recording import keeping_names, seeded
 from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.file_pieces import Wanted
+from shardload.loaders.hf_folder import open_as_stored
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.keras_archive import SPEC as KERAS_ARCHIVE
 from shardload.manifest import Manifest
 from shardload.mapping import map_weights
+from shardload.stores.local import located
 from shardload.stores.location import nowhere
 
 
 def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder) -> None:
     """Raise `SourceError` unless the target has exactly the planned tensors, and a model built from it would load."""
     index = staging.result / staging.target.name if plan.shards else staging.result
-    manifest = open_manifest(index, format=plan.format)
+    # A copy has the codes of a quantised source.
+    manifest = open_as_stored(located(index)) if plan.is_copy else open_manifest(index, format=plan.format)
     spec = spec_of(manifest)
     written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
     wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}

@@ -162,7 +162,7 @@ def convert(
         # Merging needs the model.
         if hugging_face_copy.is_copy(opened, kind) and not merge_lora:
             fidelity.checked_fields(ignore_config)
-            source = hugging_face_copy.source_of(opened, ignore=patterns)
+            source = hugging_face_copy.source_of(opened, ignore=patterns, dequantise=name is not None)
         else:
             weights = found.location if base is None else find_source(base).location
             source = open_with_model(weights, dtype=name, ignore=patterns, ignore_config=ignore_config)

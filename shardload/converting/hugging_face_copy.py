@@ -2,7 +2,8 @@
 
 Every tensor keeps its name, shape, dtype and bits, whatever it is: a weight, a buffer, a second copy of the embedding,
 a quantisation code. Every small file keeps its bytes. So the copy works for families that KerasHub lacks, and differs
-from its source only where an argument asks for it: another dtype, tensors left out, shards of another size.
+from its source only where an argument asks for it: another dtype (then quantised weights are dequantised), tensors left
+out, shards of another size.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import open_manifest, safetensors, spec_of
 from shardload.loaders.contents import CONFIG, member
 from shardload.loaders.file_pieces import TensorPlace, Wanted
-from shardload.loaders.hf_folder import BARE
+from shardload.loaders.hf_folder import BARE, open_as_stored
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
-from shardload.manifest import Decoded, Manifest, View
+from shardload.manifest import Decoded, Manifest, UnreadableRows, View
 from shardload.stores.local import located
 from shardload.transfer.casts import is_float
 
@@ -42,8 +43,13 @@ def is_copy(manifest: Manifest, to: str) -> bool:
     return spec_of(manifest) == HUGGING_FACE and to == "safetensors"
 
 
-def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
-    """Return a Hugging Face folder as a source to copy: without a model, and without tensors that ``ignore`` names."""
+def source_of(manifest: Manifest, *, ignore: Sequence[str] = (), dequantise: bool = False) -> Source:
+    """Return a Hugging Face folder as a source to copy: without a model, and without tensors that ``ignore`` names.
+
+    Quantised weights are copied as codes and scales, unless ``dequantise``.
+    """
+    if not dequantise and any(isinstance(t.storage, Decoded) for t in manifest.tensors.values()):
+        manifest = open_as_stored(manifest.location)
     for pattern in ignore:
         if not any(fnmatchcase(name, pattern) for name in manifest.tensors):
             raise UsageError(f"ignore={pattern!r} matches no tensor of {manifest.source}. Remove or correct it")
@@ -52,7 +58,7 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
     if not kept:
         raise UsageError(f"ignore={list(ignore)} matches every tensor of {manifest.source}. Remove or correct it")
     for tensor in kept.values():
-        if isinstance(tensor.storage, Decoded):  # safetensors has no other than `UnreadableRows`
+        if isinstance(tensor.storage, Decoded) and isinstance(tensor.storage.reader, UnreadableRows):
             raise UnsupportedError(
                 f"Cannot copy tensor {tensor.name!r} of {manifest.source}: several elements of {tensor.dtype} share a "
                 f"byte. Leave it out: ignore=[{tensor.name!r}] (--ignore {tensor.name})"

@@ -31,6 +31,7 @@ from shardload.keras_bridge.layer_settings import (
 )
 from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
+from shardload.loaders.quantised.schemes import FIELD
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
@@ -42,7 +43,7 @@ def checked_fields(ignore: Sequence[str]) -> tuple[str, ...]:
     names: tuple[Any, ...] = tuple(ignore) if is_list else (ignore,)  # first, because a generator can be read only once
     if not all(isinstance(name, str) for name in names):
         raise UsageError(f"Cannot use ignore_config={ignore!r:.60}: expected a list of fields: ['rope_scaling']")
-    known = sorted({*fields.known_fields(), quantised.FIELD, quantised.ADAPTER})
+    known = sorted({*fields.known_fields(), FIELD, quantised.ADAPTER})
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"Cannot ignore {unknown[0]!r}: it is not a checked field. Those are {', '.join(known)}")
     return names

@@ -1,7 +1,8 @@
 """Refuse Hugging Face checkpoints whose tensors are not the weights themselves: quantised models, and adapters.
 
-A quantised folder stores codes, and scales that turn them into weights. KerasHub reads neither: it would use the codes
-as weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Any of three things shows such a folder:
+A quantised folder stores codes, and scales that turn them into weights. `shardload.loaders.quantised` dequantises what
+it knows, and then nothing here shows it. KerasHub would use other codes as weights (FP8), or find no tensor and leave
+random values. Any of three things shows such a folder:
 
     config.json             has the field quantization_config or compression_config
     hf_quant_config.json    exists, as ModelOpt writes it
@@ -19,13 +20,12 @@ from typing import Any
 
 from shardload.errors import UnsupportedError
 from shardload.families.registry import model_type_of
-from shardload.loaders import spec_of
+from shardload.loaders import quantised, spec_of
+from shardload.loaders.quantised.schemes import FIELD
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
 from shardload.units import plural
 
-FIELD = "quantization_config"
-"""What users put in ``ignore_config`` to load tensors as they are, although this field is set or they are float8."""
 ADAPTER = "adapter_config"
 """What users put in ``ignore_config`` to load the weights of a folder without the adapter that is also there."""
 _BARE_FLOAT8 = "float8"
@@ -59,6 +59,8 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     """
     if not spec_of(manifest).may_be_codes:
         return
+    if _is_folder(manifest):
+        quantised.require_known(manifest)
     # The tensors first: a name that only a quantiser writes is a sure sign, which no option waives.
     _check_tensors(manifest, manifest.tensors, ignore=ignore)
     if ADAPTER not in ignore and _has_adapter_beside(manifest):

@@ -32,6 +32,7 @@ from shardload.loaders.contents import (
 )
 from shardload.loaders.extents import checked_tensors
 from shardload.loaders.hub_preset import is_preset
+from shardload.loaders.quantised import dequantised
 from shardload.loaders.recognition import refused_folder
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -46,7 +47,15 @@ _INDEXES = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
 
 
 def open_folder(folder: Location) -> Manifest:
-    """Return the manifest of a Hugging Face folder: configuration from ``config.json``, tensors from safetensors."""
+    """Return the manifest of a Hugging Face folder: configuration from ``config.json``, tensors from safetensors.
+
+    Quantised weights are listed as they are when dequantised, if that is possible.
+    """
+    return dequantised(open_as_stored(folder))
+
+
+def open_as_stored(folder: Location) -> Manifest:
+    """Return the manifest of a Hugging Face folder with the codes and scales of quantised weights."""
     described = describe_folder(folder)
     return open_bare(folder, format=described.format, config=described.config)
 

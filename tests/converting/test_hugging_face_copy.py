@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import hub_nested
@@ -11,6 +12,7 @@ import keras_hub
 import ml_dtypes
 import numpy as np
 import pytest
+import quantised_folders
 from conversions import held
 from keras_hub.src.utils.transformers import preset_loader
 from safetensors import deserialize
@@ -29,7 +31,7 @@ WRITTEN = sorted(path.name.removesuffix(".json.gz") for path in folders.FIXTURES
 """Families of which there are folders that `transformers` wrote."""
 OTHERS = {"gemma3n", "gemma4_assistant", "sam3_video"}
 """Families of which there are none."""
-KINDS = r", (base model|tied|untied|classifier|masked LM|sharded|gptq|fp8|bitsandbytes|images?|moe)$|stored|inv_freq"
+KINDS = r", (base model|tied|untied|classifier|masked LM|sharded|fp8 without scales|images?|moe)$|stored|inv_freq"
 """Cases that every run has; ``--every-folder`` has all of them."""
 SMALL = {
     "generation_config.json": b'{"eos_token_id": [1, 106],\r\n "temperature": 1.0}',
@@ -137,10 +139,12 @@ def test_a_copy_can_have_another_dtype(tmp_path):
 
 
 def test_quantised_weights_are_copied_and_not_cast(tmp_path):
-    source = folders.build(folders.read_family("llama")["llama, gptq"], tmp_path / "hf")
+    source, _ = quantised_folders.write(tmp_path / "hf", "gptq 4", intermediate_size=96)
+    shutil.rmtree(source / "plain")
     shardload.convert(source, tmp_path / "copy", to="safetensors")
     assert_copy(tmp_path / "copy", source)
-    with pytest.raises(UnsupportedError, match=r"Cannot cast .*hf to float32: .*quantised.* Omit dtype \(--dtype\)"):
+    source = folders.build(folders.read_family("llama")["llama, fp8 without scales"], tmp_path / "bare")
+    with pytest.raises(UnsupportedError, match=r"Cannot cast .*bare to float32: .*quantised.* Omit dtype \(--dtype\)"):
         shardload.convert(source, tmp_path / "cast", to="safetensors", dtype="float32")
 
 

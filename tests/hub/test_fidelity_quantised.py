@@ -1,4 +1,4 @@
-"""Quantised folders and PEFT folders are refused by name, whatever `strict` is; what Keras quantised still loads."""
+"""Quantised folders that cannot be dequantised, and PEFT folders, are refused by name; what Keras quantised loads."""
 
 import json
 
@@ -37,12 +37,12 @@ def packed(value, *suffixes):
 
 
 STORED = {
-    "fp8 with scales": (lambda v: scales(v, "weight_scale_inv"), {"quant_method": "fp8"}, "fp8"),
+    "fp8 of another kind": (lambda v: scales(v, "weight_scale_inv"), {"quant_method": "fp8", "fmt": "e5m2"}, "fp8"),
     "fp8 without configuration": (lambda v: scales(v, "weight_scale"), None, "fp8"),
     "float8 without scales": (lambda v: {f"{LAYER}.weight": v.astype(FLOAT8)}, None, "float8"),
     "gptq": (lambda v: packed(v, "qweight", "qzeros", "scales", "g_idx"), {"quant_method": "gptq"}, "gptq"),
     "gptq without configuration": (lambda v: packed(v, "qweight", "scales"), None, "gptq or awq"),
-    "awq": (lambda v: packed(v, "qweight", "qzeros", "scales"), {"quant_method": "awq"}, "awq"),
+    "awq": (lambda v: packed(v, "qweight", "qzeros", "scales"), {"quant_method": "awq", "version": "gemv"}, "awq"),
     "bitsandbytes": (
         lambda v: codes(v, np.uint8, "weight.absmax"),
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -137,7 +137,7 @@ def test_bitsandbytes_that_quantises_nothing_loads(flags, tmp_path):
 
 
 def test_codes_are_refused_whatever_is_ignored(tmp_path):
-    folder, _ = quantised(tmp_path, "fp8 with scales")
+    folder, _ = quantised(tmp_path, "fp8 without configuration")
     with pytest.raises(UnsupportedError, match="fp8"):
         shardload.load(folder, mesh="1x1", ignore_config=(OPTION,), strict=False)
 

@@ -13,7 +13,8 @@ from transformers_cross import folders, running, table, weights
 from transformers_cross.cases import CASES
 
 QUICK = (
-    "llama, base model", "llama, gptq", "llama, rope yarn", "llama, tied, head stored too", "mistral, tied",
+    "llama, base model", "llama, fp8 without scales", "llama, rope yarn", "llama, tied, head stored too",
+    "mistral, tied",
     "qwen2, sliding window", "qwen3_moe, bfloat16", "smollm3, untied", "gemma2, 4 KV heads",
     "gemma3_text, query_pre_attn_scalar", "gemma3_text, both directions", "llama, is_causal is false",
     "gpt2, causal masks", "bert, position_ids, masked LM", "roberta, 2 token types", "esm, base model, transformers 4",

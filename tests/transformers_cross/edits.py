@@ -175,67 +175,9 @@ def _quantised(saved: Saved, parts: Callable[[tuple[int, int]], dict[str, str]],
     return _config({**saved, "files": files}, quantization_config=config)
 
 
-def gptq(saved: Saved) -> Saved:
-    """Four bits, as GPTQ packs them."""
-
-    def parts(shape: tuple[int, int]) -> dict[str, str]:
-        out, into = shape
-        return {
-            "qweight": f"I32 {into // 8}x{out}",
-            "qzeros": f"I32 1x{out // 8}",
-            "scales": f"F16 1x{out}",
-            "g_idx": f"I32 {into}",
-        }
-
-    return _quantised(saved, parts, quant_method="gptq", bits=4, group_size=-1, desc_act=False, sym=True)
-
-
-def awq(saved: Saved) -> Saved:
-    """Four bits, as AWQ packs them."""
-
-    def parts(shape: tuple[int, int]) -> dict[str, str]:
-        out, into = shape
-        return {"qweight": f"I32 {into}x{out // 8}", "qzeros": f"I32 1x{out // 8}", "scales": f"F16 1x{out}"}
-
-    return _quantised(saved, parts, quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True)
-
-
-def fp8(saved: Saved) -> Saved:
-    """Eight-bit floats beside their scales, as DeepSeek publishes them."""
-
-    def parts(shape: tuple[int, int]) -> dict[str, str]:
-        return {"weight": f"F8_E4M3 {shape[0]}x{shape[1]}", "weight_scale_inv": "F32 1x1"}
-
-    return _quantised(saved, parts, quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
-
-
 def fp8_without_scales(saved: Saved) -> Saved:
     """Eight-bit floats and nothing beside them."""
     return _quantised(saved, lambda shape: {"weight": f"F8_E4M3 {shape[0]}x{shape[1]}"}, quant_method="fp8")
-
-
-def bitsandbytes(saved: Saved) -> Saved:
-    """Four bits, as bitsandbytes packs them."""
-
-    def parts(shape: tuple[int, int]) -> dict[str, str]:
-        packed = shape[0] * shape[1] // 2
-        return {
-            "weight": f"U8 {packed}x1",
-            "weight.absmax": f"F32 {max(1, packed // 32)}",
-            "weight.quant_map": "F32 16",
-            "weight.quant_state.bitsandbytes__nf4": "U8 80",
-        }
-
-    return _quantised(saved, parts, quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-
-
-def compressed_tensors(saved: Saved) -> Saved:
-    """Eight-bit integers, as compressed-tensors stores them."""
-
-    def parts(shape: tuple[int, int]) -> dict[str, str]:
-        return {"weight": f"I8 {shape[0]}x{shape[1]}", "weight_scale": f"BF16 {shape[0]}x1"}
-
-    return _quantised(saved, parts, quant_method="compressed-tensors", format="int-quantized")
 
 
 def peft(saved: Saved) -> Saved:
@@ -261,8 +203,8 @@ EDITS: dict[str, Callable[[Saved], Saved]] = {
     edit.__name__: edit
     for edit in (
         position_ids, inv_freq, causal_masks, batches_tracked, no_prefix, gamma_beta, tied_copy, tied_differing,
-        one_layer_fewer, no_layer_norm, zero_token_types, no_architectures, defaults_left_out, gptq, awq, fp8,
-        fp8_without_scales, bitsandbytes, compressed_tensors, peft,
+        one_layer_fewer, no_layer_norm, zero_token_types, no_architectures, defaults_left_out,
+        fp8_without_scales, peft,
     )
 }  # fmt: skip
 """By name."""

@@ -31,7 +31,7 @@ SCALINGS: dict[str, Config] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
 }  # fmt: skip
 """Ways to stretch rotary embeddings. All but the last change the outputs of twelve tokens."""
-METHODS = ("gptq", "awq", "fp8", "fp8_without_scales", "bitsandbytes", "compressed_tensors", "peft")
+METHODS = ("fp8_without_scales", "peft")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,68 @@
+"""Unpack codes of a few bits, and turn them into numbers: NumPy alone, for a few rows at a time.
+
+Codes of ``b`` bits are packed without gaps from the lowest bit on: 32 codes take ``b`` words of 32 bits::
+
+    bits = 3    word 0: c0 c1 c2 … c9 (2 bits of c10)   word 1: (1 bit of c10) c11 …   word 2: …
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+FLOAT4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+"""Values of the eight non-negative float4 (E2M1) codes; the fourth bit is the sign."""
+FLOAT4 = np.concatenate([FLOAT4, -FLOAT4])
+_FLOAT8 = {
+    np.dtype(t): np.arange(256, dtype=np.uint8).view(t).astype(np.float32)
+    for t in (
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+        ml_dtypes.float8_e4m3fnuz,
+        ml_dtypes.float8_e5m2fnuz,
+        ml_dtypes.float8_e8m0fnu,
+    )
+}
+"""Dtype → the value of each of its 256 codes: a lookup is several times faster than a cast."""
+
+
+def unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
+    """Return the codes of ``bits`` bits (1 to 8) that are packed along the last dim of little-endian words."""
+    *before, n_words = words.shape
+    stored = np.ascontiguousarray(words).view(np.uint8).reshape(*before, n_words * words.dtype.itemsize)
+    if bits == 8:
+        return stored
+    if bits == 4:
+        return np.stack([stored & 15, stored >> 4], -1).reshape(*before, stored.shape[-1] * 2)
+    # Eight codes take `bits` bytes, which a number of 64 bits holds. Words end within eight codes if there are less
+    # than `bits` of them.
+    n_codes = stored.shape[-1] * 8 // bits
+    n_groups = -(-stored.shape[-1] // bits)
+    groups = np.zeros((*before, n_groups * bits), np.uint8)
+    groups[..., : stored.shape[-1]] = stored
+    wide = np.zeros((*before, n_groups, 8), np.uint8)
+    wide[..., :bits] = groups.reshape(*before, n_groups, bits)
+    shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
+    codes: NDArray[np.uint8] = (wide.view("<u8") >> shifts).astype(np.uint8) & np.uint8((1 << bits) - 1)
+    return codes.reshape(*before, n_groups * 8)[..., :n_codes]
+
+
+def as_float32(codes: NDArray[Any]) -> NDArray[np.float32]:
+    """Return codes that are numbers (float8, integers) as float32, which holds each of them exactly."""
+    if (values := _FLOAT8.get(codes.dtype)) is not None:
+        codes = values[codes.view(np.uint8)]
+    return codes.astype(np.float32, copy=False)
+
+
+def scale_columns(values: NDArray[np.float32], scales: NDArray[np.float32]) -> None:
+    """Multiply rows in place by their scales, of which each is for equally many columns; the last may have less."""
+    n_columns, n_scales = values.shape[-1], scales.shape[-1]
+    width = -(-n_columns // n_scales)
+    if n_columns == width * n_scales:
+        values.reshape(*values.shape[:-1], n_scales, width)[...] *= scales[..., None]
+        return
+    for i in range(n_scales):
+        values[..., i * width : (i + 1) * width] *= scales[..., i : i + 1]
