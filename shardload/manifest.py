@@ -65,6 +65,17 @@ class EncodedRows(ABC):
         """(file, offset, number of bytes) of each range of the tensor's stored bytes, to read them undecoded."""
 
     @property
+    def paths(self) -> tuple[Location, ...]:
+        """The files with the stored bytes."""
+        # `dict.fromkeys` instead of a set: files stay in the order of their first range.
+        return tuple(dict.fromkeys(path for path, _, _ in self.ranges))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes the tensor takes up on disk, encoded."""
+        return sum(n_bytes for _, _, n_bytes in self.ranges)
+
+    @property
     @abstractmethod
     def encoding(self) -> Hashable:
         """How the bytes are encoded, as a value to compare: if it and the stored bytes are equal, so are the rows."""
@@ -128,16 +139,6 @@ class UnreadableRows(EncodedRows):
     """How to fix it: the last sentence of the error."""
     is_size_known: bool = True
     row_alignment: int = 1
-
-    @property
-    def paths(self) -> tuple[Location, ...]:
-        """Files with the stored bytes."""
-        return tuple(dict.fromkeys(path for path, _, _ in self.stored))
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes the tensor takes up on disk, encoded."""
-        return sum(n_bytes for _, _, n_bytes in self.stored)
 
     @property
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:

@@ -69,16 +69,6 @@ class GgufRows(EncodedRows):
     """Number of attention heads whose rows the tensor has; used only if GGUF stores these rows in another order."""
 
     @property
-    def paths(self) -> tuple[Location, ...]:
-        """The file that contains the tensor."""
-        return (self.info.path,)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Number of bytes that the tensor takes in the file, encoded."""
-        return self.info.nbytes
-
-    @property
     def row_alignment(self) -> int:
         """Number of rows that must be read together, 1 for most tensors.
 
@@ -237,16 +227,6 @@ class Experts(EncodedRows):
     """Reads GPT-OSS's experts of one block in Hugging Face's layout. A row (index of dim 0) is an expert."""
 
     parts: tuple[GgufRows, ...]
-
-    @property
-    def paths(self) -> tuple[Location, ...]:
-        """The files that contain the stored tensors."""
-        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
-
-    @property
-    def stored_bytes(self) -> int:
-        """Number of bytes that all stored tensors take in the files, encoded."""
-        return sum(part.stored_bytes for part in self.parts)
 
     @property
     def row_alignment(self) -> int:
