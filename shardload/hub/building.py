@@ -353,4 +353,4 @@ def _advice(manifest: Manifest, error: Exception) -> str:
             "A quantised dtype is for a model that was saved quantised. Load this one with dtype='float32', then call "
             "model.quantize('int8')"
         )
-    return "Call shardload in Python, and pass your own classes as custom_objects, or register them with keras.saving"
+    return "In Python, pass your own classes as custom_objects, or register them with keras.saving"

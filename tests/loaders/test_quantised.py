@@ -91,6 +91,7 @@ DAMAGED = {
     ("packed 4", "weight_scale"): lambda v: v[:, :-1],
     ("packed 4", "weight_packed"): lambda v: v[:, :-1],
     ("packed 4", "weight_shape"): lambda v: np.array([-96, 1 << 50]),
+    ("int8 channels", "weight_scale"): None,
     ("packed 3 asymmetric", "weight_zero_point"): None,
     ("packed 8 in another order", "weight_g_idx"): lambda v: v + 1,
     ("nvfp4", "weight_global_scale"): None,
@@ -103,8 +104,27 @@ DAMAGED = {
     ("nf4 nested", "weight.nested_absmax"): lambda v: v[:0],
     ("nf4 nested", "weight.quant_map"): lambda v: v[:-1],
     ("nf4", "weight.quant_state.bitsandbytes__nf4"): lambda v: v[:-9],
+    ("nf4 nested", "weight.quant_state.bitsandbytes__nf4"): lambda v: said(v, nested_offset=10**400),
+    ("nf4 nested", "weight.absmax"): lambda v: v[:-1],
+    ("nf4", "weight.quant_map"): lambda v: v.astype(np.float16),
     ("bitsandbytes int8", "SCB"): lambda v: v.astype(np.float16),
 }
+
+
+def said(stored, **entries):
+    """The JSON in a tensor with other entries."""
+    return np.frombuffer(json.dumps({**json.loads(stored.tobytes()), **entries}).encode(), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "entries", [{"shape": []}, {"shape": [96, -32]}, {"blocksize": 2}, {"blocksize": None}, {"shape": 7}]
+)
+def test_a_state_that_says_nonsense_is_refused(entries, tmp_path):
+    folder, _ = quantised_folders.write(tmp_path, "nf4", **WIDE)
+    name = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+    edited(folder, lambda tensors: tensors.update({name: said(tensors[name], **entries)}))
+    with pytest.raises(SourceError, match="does not describe a weight"):
+        shardload.load(folder)
 
 
 @pytest.mark.parametrize(("method", "part"), DAMAGED)
@@ -125,7 +145,10 @@ def test_tensors_that_do_not_fit_together_are_refused(method, part, tmp_path):
 
 
 UNKNOWN = {
-    ("gptq 4", "bits"): 5,
+    ("gptq 4", "bits"): 4.0,
+    ("gptq 8, second version", "bits"): 5,
+    ("fp8 tensor", "expert_dtype"): "fp4",
+    ("packed 4", "format"): "marlin-24",
     ("gptq 4", "checkpoint_format"): "marlin",
     ("gptq 4", "dynamic"): {"-:.*up_proj": {}},
     ("awq", "version"): "gemv",
@@ -146,6 +169,55 @@ def test_a_setting_that_is_not_known_is_refused_by_its_name(method, setting, tmp
     with pytest.raises(UnsupportedError, match=rf"quantization_config in config.json sets .*{setting}"):
         shardload.load(folder)
     assert f"{LAYER}.weight" not in shardload.inspect(folder).tensors or method.startswith(("fp8", "nf4"))
+
+
+AS_WRITTEN = {
+    "fp8 blocks": {
+        "modules_to_not_convert": ["lm_head"], "modules_to_convert": None, "activation_scheme": "dynamic",
+        "dequantize": False, "scale_fmt": "float", "expert_dtype": "fp8",
+    },
+    "gptq 4": {
+        "tokenizer": None, "dataset": None, "damp_percent": 0.1, "act_group_aware": True, "sym": True,
+        "true_sequential": True, "format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "backend": "auto",
+        "model_seqlen": None, "block_name_to_quantize": None, "module_name_preceding_first_block": None,
+        "batch_size": 1, "pad_token_id": None, "max_input_length": None, "cache_block_outputs": True,
+        "modules_in_block_to_quantize": None, "checkpoint_format": "gptq", "dynamic": None, "lm_head": False,
+        "activation": None, "method": "gptq", "pack_dtype": "int32", "rotation": None,
+    },
+    "awq": {
+        "modules_to_not_convert": None, "tokenizer": None, "dataset": None, "damp_percent": 0.1, "desc_act": False,
+        "act_group_aware": True, "sym": True, "true_sequential": True, "format": "gemm", "meta": None,
+        "backend": "auto", "batch_size": 1, "cache_block_outputs": True, "modules_in_block_to_quantize": None,
+    },
+    "nf4 nested": {
+        "_load_in_8bit": False, "llm_int8_threshold": 6.0, "llm_int8_skip_modules": None, "load_in_8bit": False,
+        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8",
+    },
+    "packed 4": {
+        "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": 1.3,
+        "moe_sparsity_config": None, "sparsity_config": {}, "transform_config": {}, "version": "0.12.2",
+    },
+}  # fmt: skip
+"""Method → settings that transformers 5.23, gptqmodel 7.7 and compressed-tensors 0.20 also write."""
+
+
+@pytest.mark.parametrize("method", AS_WRITTEN)
+def test_settings_as_the_libraries_write_them_are_known(method, tmp_path):
+    folder, plain = quantised_folders.write(tmp_path, method, **WIDE)
+    edited(folder, lambda tensors: None, **AS_WRITTEN[method])
+    same_weights(shardload.load(folder, dtype="float32"), shardload.load(plain, dtype="float32"))
+
+
+def test_plain_tensors_are_refused_as_quantised_only_in_name_or_loaded_on_request(tmp_path):
+    _, plain = quantised_folders.write(tmp_path, "gptq 4", **WIDE)
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 5}})
+    )
+    with pytest.raises(UnsupportedError, match="If its tensors are plain weights all the same, pass ignore_config"):
+        shardload.load(plain)
+    assert shardload.load(plain, ignore_config=["quantization_config"])
 
 
 def test_layers_that_are_left_out_stay_as_they_are(tmp_path):

@@ -182,7 +182,8 @@ def _compressed(form, **weights):
 
 
 METHODS = {
-    "fp8 blocks": (lambda n, s: fp8(n, s, block=(24, 16)), {"quant_method": "fp8", "weight_block_size": [24, 16]}),
+    # Blocks that divide neither rows nor columns.
+    "fp8 blocks": (lambda n, s: fp8(n, s, block=(24, 40)), {"quant_method": "fp8", "weight_block_size": [24, 40]}),
     "fp8 tensor": (fp8_of_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
     "float8 channels": (fp8, _compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
     "int8 channels": (
@@ -227,7 +228,7 @@ the ``quantization_config``."""
 
 
 def write(folder, method, model_type="llama", **entries):
-    """Write a quantised folder, and ``plain`` beside it with the weights that it means; return both."""
+    """Write a quantised folder, and ``plain`` in it with the weights that it means; return both."""
     config = {**small_folders.config_of(model_type, **entries), "torch_dtype": "float32"}
     tensors = small_folders.tensors_of(config)
     make, settings = METHODS[method]

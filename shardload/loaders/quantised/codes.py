@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-FLOAT4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-"""Values of the eight non-negative float4 (E2M1) codes; the fourth bit is the sign."""
-FLOAT4 = np.concatenate([FLOAT4, -FLOAT4])
+_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+FLOAT4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+"""The value of each float4 (E2M1) code; its fourth bit is the sign."""
 _FLOAT8 = {
     np.dtype(t): np.arange(256, dtype=np.uint8).view(t).astype(np.float32)
     for t in (
@@ -57,12 +57,12 @@ def as_float32(codes: NDArray[Any]) -> NDArray[np.float32]:
     return codes.astype(np.float32, copy=False)
 
 
-def scale_columns(values: NDArray[np.float32], scales: NDArray[np.float32]) -> None:
-    """Multiply rows in place by their scales, of which each is for equally many columns; the last may have less."""
-    n_columns, n_scales = values.shape[-1], scales.shape[-1]
-    width = -(-n_columns // n_scales)
-    if n_columns == width * n_scales:
-        values.reshape(*values.shape[:-1], n_scales, width)[...] *= scales[..., None]
-        return
-    for i in range(n_scales):
-        values[..., i * width : (i + 1) * width] *= scales[..., i : i + 1]
+def by_columns(operation: np.ufunc, values: NDArray[np.float32], by: NDArray[np.float32], width: int) -> None:
+    """Apply an operation in place to rows and, for each ``width`` columns, a number; the last may be for fewer."""
+    n_columns, n_groups = values.shape[1], by.shape[1]
+    n_whole = n_columns // width
+    whole, rest = values[:, : n_whole * width], values[:, n_whole * width :]
+    each = whole.reshape(len(values), n_whole, width)  # a view, as it only splits a dim
+    operation(each, by[:, :n_whole, None], out=each)
+    if n_whole < n_groups:
+        operation(rest, by[:, n_whole:], out=rest)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError
-from shardload.loaders.quantised.codes import FLOAT4, as_float32, scale_columns, unpacked
+from shardload.loaders.quantised.codes import FLOAT4, as_float32, by_columns, unpacked
 from shardload.manifest import EncodedRows, Extent, Tensor
 from shardload.stores.location import Location
 from shardload.stores.store import fill_exactly
@@ -68,16 +68,6 @@ class Dequantised(EncodedRows):
         return tuple(part for field in fields(self) if isinstance(part := getattr(self, field.name), Tensor))
 
     @property
-    def paths(self) -> tuple[Location, ...]:
-        """The files that contain the stored tensors."""
-        return tuple(dict.fromkeys(path for path, _, _ in self.ranges))
-
-    @property
-    def stored_bytes(self) -> int:
-        """Number of bytes that codes and scales take in the files."""
-        return sum(part.nbytes for part in self.parts)
-
-    @property
     def row_alignment(self) -> int:
         """Number of rows that are decoded together."""
         return 1
@@ -89,7 +79,7 @@ class Dequantised(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """All that determines the values besides the stored bytes: the method, its settings, and shapes and dtypes."""
+        """All that determines the values, except the stored bytes: the method, its settings, and shapes and dtypes."""
         known = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return type(self).__name__, *(
             (name, (value.shape, value.dtype.name) if isinstance(value, Tensor) else str(value))
@@ -119,10 +109,10 @@ class Scaled(Dequantised):
 
     codes: Tensor
     scales: Tensor
+    block: tuple[int, int]
+    """Rows and columns that share a scale."""
     zeros: Tensor | None = None
     """Integers of the shape of `scales`, subtracted from the codes."""
-    block_rows: int = 0
-    """Rows that share a scale."""
     factor: float = 1.0
     """Another factor, multiplied last."""
 
@@ -130,8 +120,8 @@ class Scaled(Dequantised):
         """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
         values = as_float32(read(self.codes, start, stop))
         if self.zeros is not None:
-            values -= self._of_rows(self.zeros, start, stop)
-        scale_columns(values, self._of_rows(self.scales, start, stop))
+            by_columns(np.subtract, values, self._of_rows(self.zeros, start, stop), self.block[1])
+        by_columns(np.multiply, values, self._of_rows(self.scales, start, stop), self.block[1])
         if self.factor != 1.0:
             values *= np.float32(self.factor)
         return values
@@ -141,9 +131,10 @@ class Scaled(Dequantised):
         columns = math.prod(tensor.shape[1:])
         if tensor.rows == 1:
             return np.broadcast_to(as_float32(read(tensor)).reshape(1, columns), (stop - start, columns))
-        first, last = start // self.block_rows, -(-stop // self.block_rows)
+        block = self.block[0]
+        first, last = start // block, -(-stop // block)
         found = as_float32(read(tensor, first, last)).reshape(last - first, columns)
-        return found[np.arange(start, stop) // self.block_rows - first]
+        return found[np.arange(start, stop) // block - first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +144,8 @@ class PackedRows(Dequantised):
     codes: Tensor
     scales: Tensor
     bits: int
+    group_size: int
+    """Columns that share a scale."""
     zeros: Tensor | None = None
     """Codes packed along dim 0."""
     groups: Tensor | None = None
@@ -161,22 +154,17 @@ class PackedRows(Dequantised):
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
         values = unpacked(read(self.codes, start, stop), self.bits)[:, : self.shape[1]].astype(np.float32)
-        scales = self._scales(start, stop)
+        return scaled_by_groups(
+            values, self._zeros(start, stop), self._scales(start, stop), self.groups, self.group_size
+        )
+
+    def _zeros(self, start: int, stop: int) -> NDArray[np.float32]:
         if self.zeros is None:
-            values -= np.float32(1 << (self.bits - 1))
-            zeros: NDArray[np.float32] | None = None
-        else:
-            first, last = start // 32, -(-stop // 32)
-            words = read(self.zeros, first * self.bits, min(last * self.bits, self.zeros.rows))
-            unordered = unpacked(np.ascontiguousarray(words.T), self.bits).T
-            zeros = unordered[start - first * 32 : stop - first * 32].astype(np.float32)
-        if self.groups is not None:
-            of_column = read(self.groups)
-            scales, zeros = scales[:, of_column], None if zeros is None else zeros[:, of_column]
-        if zeros is not None:
-            _subtract_columns(values, zeros)
-        scale_columns(values, scales)
-        return values
+            return np.full((stop - start, 1), 1 << (self.bits - 1), np.float32)
+        first, last = start // 32, -(-stop // 32)
+        words = read(self.zeros, first * self.bits, min(last * self.bits, self.zeros.rows))
+        found = unpacked(np.ascontiguousarray(words.T), self.bits).T
+        return found[start - first * 32 : stop - first * 32].astype(np.float32)
 
     def _scales(self, start: int, stop: int) -> NDArray[np.float32]:
         if self.scales.rows == 1 < self.shape[0]:  # one for the tensor
@@ -195,7 +183,7 @@ class Float4Rows(Dequantised):
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
         values = FLOAT4[unpacked(read(self.codes, start, stop), 4)]
-        scale_columns(values, as_float32(read(self.scales, start, stop)) / read(self.divisor).reshape(()))
+        by_columns(np.multiply, values, as_float32(read(self.scales, start, stop)) / read(self.divisor).reshape(()), 16)
         return values
 
 
@@ -237,16 +225,7 @@ class PackedColumns(Dequantised):
             packed = read(self.codes, columns=slice(start, stop))
             codes = unpacked(np.ascontiguousarray(packed.T), self.bits)[:, : self.shape[1]]
         values = np.ascontiguousarray(codes).astype(np.float32)
-        if self.groups is not None:
-            of_column = read(self.groups)
-            values -= zeros[:, of_column]
-            values *= scales[:, of_column]
-            return values
-        for group in range(scales.shape[1]):
-            columns = slice(group * self.group_size, (group + 1) * self.group_size)
-            values[:, columns] -= zeros[:, group : group + 1]
-            values[:, columns] *= scales[:, group : group + 1]
-        return values
+        return scaled_by_groups(values, zeros, scales, self.groups, self.group_size)
 
     def _in_order(self, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
         if not self.is_awq:
@@ -300,10 +279,27 @@ class Float4Blocks(Dequantised):
         return scaled + np.float32(self.offset)
 
 
-def _subtract_columns(values: NDArray[np.float32], zeros: NDArray[np.float32]) -> None:
-    width = -(-values.shape[1] // zeros.shape[1])
-    for i in range(zeros.shape[1]):
-        values[:, i * width : (i + 1) * width] -= zeros[:, i : i + 1]
+def scaled_by_groups(
+    values: NDArray[np.float32],
+    zeros: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    groups: Tensor | None,
+    group_size: int,
+) -> NDArray[np.float32]:
+    """Subtract zeros from rows of codes and multiply them by scales, in place; each is for a group of columns.
+
+    ``zeros`` and ``scales`` may have one column, for all. ``groups`` has the group of each column if they are not in
+    order.
+    """
+    of_column = None if groups is None else read(groups)
+    for operation, by in ((np.subtract, zeros), (np.multiply, scales)):
+        if by.shape[1] == 1:
+            operation(values, by, out=values)
+        elif of_column is not None:
+            operation(values, by[:, of_column], out=values)
+        else:
+            by_columns(operation, values, by, group_size)
+    return values
 
 
 def dtype_of_weights(scales: Tensor) -> np.dtype[Any]:

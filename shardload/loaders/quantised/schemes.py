@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,21 +45,56 @@ _CACHE = re.compile(r"\.(k_scale|v_scale|q_scale|prob_scale|[kv]_zero_point|[kv]
 """Names of scales of a quantised KV cache."""
 
 
+_FP8_SETTINGS = {
+    "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+    "modules_to_convert", "dequantize", "scale_fmt", "expert_dtype", "ignore", "kv_cache_scheme",
+    "kv_cache_quant_method",
+}  # fmt: skip
+_COMPRESSED_SETTINGS = {
+    "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "quantization_status",
+    "global_compression_ratio", "version", "sparsity_config",
+}  # fmt: skip
+_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mixed-precision",
+)  # fmt: skip
+_GROUP_SETTINGS = {"targets", "weights", "input_activations", "output_activations", "format"}
+_WEIGHTS_SETTINGS = {
+    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder", "scale_dtype",
+    "zp_dtype", "observer", "observer_kwargs",
+}  # fmt: skip
+_GPTQ_SETTINGS = {
+    "quant_method", "method", "bits", "w_bit", "group_size", "q_group_size", "desc_act", "sym", "zero_point",
+    "checkpoint_format", "format", "version", "pack_dtype", "lm_head", "modules_to_not_convert",
+    # How the codes were found, or how others run them:
+    "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "act_group_aware", "hyb_act", "mse",
+    "model_name_or_path", "model_file_base_name", "meta", "quantizer", "dataset", "tokenizer", "batch_size",
+    "pad_token_id", "model_seqlen", "max_input_length", "modules_in_block_to_quantize", "block_name_to_quantize",
+    "module_name_preceding_first_block", "cache_block_outputs", "backend", "use_exllama", "disable_exllama",
+    "exllama_config", "use_cuda_fp16", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
+}  # fmt: skip
+"""Of GPTQ and AWQ: transformers writes the same ones for both."""
+_BITSANDBYTES_SETTINGS = {
+    "quant_method", "_load_in_4bit", "_load_in_8bit", "load_in_4bit", "load_in_8bit", "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_threshold",
+    "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+}  # fmt: skip
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""How many weights can share a scale in bitsandbytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisedWeights:
     """The quantised weights of a checkpoint."""
 
-    method: str
-    """As a note calls it: ``GPTQ (4 bits)``."""
     weights: Mapping[str, Dequantised]
     """Name of each weight → what reads it."""
     used: frozenset[str]
-    """Names of stored tensors that are no weights by themselves."""
-    notes: tuple[str, ...] = ()
+    """Names of the stored tensors that they are made of, and of scales that are left out."""
+    notes: tuple[str, ...]
 
 
 class Parts:
-    """The stored tensors of a checkpoint while its weights are made of them; notes which are used."""
+    """The stored tensors of a checkpoint, of which weights are made, and which of them are used so far."""
 
     def __init__(self, manifest: Manifest, settings: Mapping[str, Any]) -> None:
         """Begin with the tensors of a manifest, and the settings of its ``quantization_config``."""
@@ -90,7 +126,8 @@ class Parts:
     def wrong(self, what: str) -> SourceError:
         """Return the error for tensors that do not make up a weight."""
         return SourceError(
-            f"{self.manifest.source} has quantised weights that do not fit together: {what}. Download it again"
+            f"{self.manifest.source} has quantised weights that do not fit together: {what}. Download it again, or "
+            "load the unquantised checkpoint of this model"
         )
 
     def unknown(self, name: str, value: Any) -> UnsupportedError:
@@ -101,11 +138,9 @@ class Parts:
             "model, or a GGUF file of it"
         )
 
-    def check_known(
-        self, names: Collection[str], settings: Mapping[str, Any] | None = None, *, within: str = ""
-    ) -> None:
+    def check_known(self, settings: Mapping[str, Any], names: Collection[str], *, within: str = "") -> None:
         """Raise if a setting has another name than these, and a value that says something."""
-        for name, value in (self.settings if settings is None else settings).items():
+        for name, value in settings.items():
             if name not in names and value not in (None, False, [], {}, ""):
                 raise self.unknown(within + name, value)
 
@@ -121,25 +156,28 @@ def found(manifest: Manifest, settings: Mapping[str, Any]) -> QuantisedWeights |
         SourceError: When tensors of a weight are missing, or have other shapes or dtypes.
         UnsupportedError: When a setting is not known.
     """
-    method = str(settings.get("quant_method", ""))
-    make = _METHODS.get(method)
-    if make is None:
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
         return None
+    endings, make = _METHODS[method]
+    if not any(name.endswith(endings) for name in manifest.tensors):
+        return None  # plain tensors, whatever the configuration says
     parts = Parts(manifest, settings)
     name, weights = make(parts)
-    if not weights:
-        return None
     for weight in weights:
         stem = weight.removesuffix(".weight")
         parts.used.update(each for part in _ACTIVATIONS if (each := f"{stem}.{part}") in manifest.tensors)
     cache = [each for each in manifest.tensors if _CACHE.search(each)]
     parts.used.update(cache)
+    for other in manifest.tensors.keys() - parts.used:
+        if other in weights:
+            raise parts.wrong(f"it has {other!r} twice, as codes and as a plain tensor")
+        if other.endswith(".weight") and manifest.tensors[other].dtype.kind in "iu":
+            raise parts.wrong(f"{other!r} has codes ({manifest.tensors[other].dtype}) without scales")
     notes = [f"{plural(len(weights), 'weight')} dequantised from {name}"]
     if cache:
         notes.append(f"left out {plural(len(cache), 'scale')} of a quantised KV cache")
-    for weight in weights.keys() & manifest.tensors.keys() - parts.used:
-        raise parts.wrong(f"it has {weight!r} twice, as codes and as a plain tensor")
-    return QuantisedWeights(name, weights, frozenset(parts.used), tuple(notes))
+    return QuantisedWeights(weights, frozenset(parts.used), tuple(notes))
 
 
 # ---- FP8 ---------------------------------------------------------------------------------------------
@@ -147,24 +185,10 @@ def found(manifest: Manifest, settings: Mapping[str, Any]) -> QuantisedWeights |
 
 def _fp8(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
     """Fine-grained FP8 of DeepSeek and ``transformers``, and FP8 with one scale for a tensor."""
-    parts.check_known(
-        (
-            "quant_method",
-            "fmt",
-            "activation_scheme",
-            "weight_block_size",
-            "modules_to_not_convert",
-            "ignored_layers",
-            "modules_to_convert",
-            "dequantize",
-            "scale_fmt",
-            "ignore",
-            "kv_cache_scheme",
-            "kv_cache_quant_method",
-        )
-    )
-    if (form := parts.settings.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-        raise parts.unknown("fmt", form)
+    parts.check_known(parts.settings, _FP8_SETTINGS)
+    for name, supported in (("fmt", ("e4m3", "float8_e4m3fn")), ("expert_dtype", ("fp8",))):
+        if (value := parts.settings.get(name, supported[0])) not in supported:
+            raise parts.unknown(name, value)
     block = parts.settings.get("weight_block_size")
     weights: dict[str, Dequantised] = {}
     for ending in (".weight_scale_inv", ".weight_scale"):
@@ -175,35 +199,29 @@ def _fp8(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
 
 def _scaled(parts: Parts, stem: str, ending: str, block: Any, *, dtype: np.dtype[Any] | None) -> Scaled:
     codes = parts.need(f"{stem}.weight", None, kinds="if")
-    if codes.dtype.itemsize != 1 or len(codes.shape) not in (2, 3):
-        raise parts.wrong(
-            f"'{stem}.weight' has dtype {codes.dtype} and shape {codes.shape}, expected a matrix of 8-bit codes"
-        )
-    scales = parts.need(f"{stem}{ending}", None, kinds="f" if codes.dtype.kind == "i" else "fu")
-    if scales.dtype == np.uint8:
-        raise parts.wrong(f"'{stem}{ending}' is stored as uint8")
-    rows, columns = codes.shape[-2:]
-    sizes = _block_sizes(parts, block)
-    allowed = {(), (1,), (1, 1), (rows,), (rows, 1)}
-    if sizes is not None:
-        allowed = {(-(-rows // sizes[0]), -(-columns // sizes[1]))}
-    if len(codes.shape) == 3 or scales.shape not in allowed:
+    if codes.dtype.itemsize != 1 or len(codes.shape) != 2:
+        raise parts.wrong(f"'{stem}.weight' is {codes.dtype} of {codes.shape}, expected a matrix of 8-bit codes")
+    scales = parts.need(f"{stem}{ending}", None, kinds="f")
+    rows, columns = codes.shape
+    if block is None:
+        size, allowed = (1, columns), {(), (1,), (1, 1), (rows,), (rows, 1)}
+    else:
+        size = _block_size(parts, block)
+        allowed = {(-(-rows // size[0]), -(-columns // size[1]))}
+    if scales.shape not in allowed:
         expected = " or ".join(map(str, sorted(allowed)))
         raise parts.wrong(
-            f"'{stem}{ending}' has the shape {scales.shape} beside codes of {codes.shape}, expected {expected}"
+            f"'{stem}{ending}' has the shape {scales.shape} for codes of {codes.shape}, expected {expected}"
         )
     zeros = parts.get(f"{stem}.weight_zero_point")
     if zeros is not None and (zeros.shape != scales.shape or zeros.dtype.kind not in "iu"):
         raise parts.wrong(
             f"'{stem}.weight_zero_point' is {zeros.dtype} of {zeros.shape}, expected integers of {scales.shape}"
         )
-    block_rows = sizes[0] if sizes is not None else 1
-    return Scaled(codes.shape, dtype or dtype_of_weights(scales), codes, scales, zeros, block_rows=block_rows)
+    return Scaled(codes.shape, dtype or dtype_of_weights(scales), codes, scales, size, zeros)
 
 
-def _block_sizes(parts: Parts, block: Any) -> tuple[int, int] | None:
-    if block is None:
-        return None
+def _block_size(parts: Parts, block: Any) -> tuple[int, int]:
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and 0 < n < 1 << 31 for n in block):
         raise parts.unknown("weight_block_size", block)
     return block[0], block[1]
@@ -213,101 +231,74 @@ def _block_sizes(parts: Parts, block: Any) -> tuple[int, int] | None:
 
 
 def _compressed_tensors(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
-    known = (
-        "quant_method",
-        "format",
-        "config_groups",
-        "ignore",
-        "kv_cache_scheme",
-        "quantization_status",
-        "global_compression_ratio",
-        "version",
-    )
+    parts.check_known(parts.settings, _COMPRESSED_SETTINGS)
     sparse = parts.settings.get("sparsity_config") or {}
-    if sparse and not (isinstance(sparse, Mapping) and sparse.get("format") in (None, "dense")):
+    if not isinstance(sparse, Mapping) or sparse.get("format", "dense") not in (None, "dense"):
         raise parts.unknown("sparsity_config", sparse)
-    parts.check_known((*known, "sparsity_config"))
-    groups = parts.settings.get("config_groups")
+    form, groups = parts.settings.get("format"), parts.settings.get("config_groups")
+    if form not in _FORMATS:
+        raise parts.unknown("format", form)
     if not isinstance(groups, Mapping) or not groups:
         raise parts.unknown("config_groups", groups)
-    schemes = [_scheme(parts, name, group) for name, group in groups.items()]
+    schemes = [_settings_of_group(parts, f"config_groups[{name!r}]", group) for name, group in groups.items()]
     weights: dict[str, Dequantised] = {}
     for stem in parts.ending_in(".weight_packed"):
-        scheme = _scheme_of(parts, stem, schemes)
-        make = _nvfp4 if scheme.settings.get("type") == "float" else _packed
-        weights[f"{stem}.weight"] = make(parts, stem, scheme)
+        weights[f"{stem}.weight"] = _fitting(parts, stem, schemes, _packed)
     for stem in parts.ending_in(".weight_scale"):
-        if f"{stem}.weight" in weights:
-            continue
-        scheme = _scheme_of(parts, stem, schemes)
-        strategy, block = scheme.settings.get("strategy"), None
-        if strategy == "block":
-            block = scheme.settings.get("block_structure")
-        elif strategy not in ("tensor", "channel", None):
-            raise parts.unknown("strategy", strategy)
-        weights[f"{stem}.weight"] = _scaled(parts, stem, ".weight_scale", block, dtype=None)
-    return f"compressed-tensors ({parts.settings.get('format')})", weights
+        if f"{stem}.weight" not in weights:
+            weights[f"{stem}.weight"] = _fitting(parts, stem, schemes, _scaled_by_settings)
+    return f"compressed-tensors ({form})", weights
 
 
-@dataclass(frozen=True, slots=True)
-class _Scheme:
-    targets: tuple[str, ...]
-    settings: Mapping[str, Any]
-
-
-def _scheme(parts: Parts, name: str, group: Any) -> _Scheme:
+def _settings_of_group(parts: Parts, name: str, group: Any) -> Mapping[str, Any]:
+    """Return the settings for the weights of one of the ``config_groups``."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
-    targets = group.get("targets") if isinstance(group, Mapping) else None
-    if (
-        not isinstance(weights, Mapping)
-        or not isinstance(targets, list)
-        or not all(isinstance(t, str) for t in targets)
-    ):
-        raise parts.unknown(f"config_groups[{name!r}]", group)
-    known = (
-        "num_bits",
-        "type",
-        "symmetric",
-        "group_size",
-        "strategy",
-        "block_structure",
-        "dynamic",
-        "actorder",
-        "scale_dtype",
-        "zp_dtype",
-        "observer",
-        "observer_kwargs",
-    )
-    parts.check_known(known, weights, within=f"config_groups[{name!r}].weights.")
+    if not isinstance(weights, Mapping):
+        raise parts.unknown(name, group)
+    parts.check_known(group, _GROUP_SETTINGS, within=f"{name}.")
+    parts.check_known(weights, _WEIGHTS_SETTINGS, within=f"{name}.weights.")
     if weights.get("dynamic"):
-        raise parts.unknown("weights.dynamic", weights["dynamic"])
-    return _Scheme(tuple(targets), weights)
+        raise parts.unknown(f"{name}.weights.dynamic", weights["dynamic"])
+    if group.get("format") not in (None, *_FORMATS):
+        raise parts.unknown(f"{name}.format", group["format"])
+    return weights
 
 
-def _scheme_of(parts: Parts, module: str, schemes: list[_Scheme]) -> _Scheme:
-    """Return the scheme of a module: one whose targets name it, else the one for layers of its class."""
+def _fitting(
+    parts: Parts,
+    stem: str,
+    schemes: Sequence[Mapping[str, Any]],
+    make: Callable[[Parts, str, Mapping[str, Any]], Dequantised],
+) -> Dequantised:
+    """Make a weight by the settings of its group. Of several groups, it is the one that the tensors' shapes fit.
+
+    A group also names its layers, by patterns and by classes of PyTorch, which a checkpoint does not tell.
+    """
     if len(schemes) == 1:
-        return schemes[0]
-    named = [one for one in schemes if any(_names(target, module) for target in one.targets)]
-    by_class = [one for one in schemes if any(re.fullmatch(r"[A-Z]\w*", target) for target in one.targets)]
-    for candidates in (named, by_class):
-        if len(candidates) == 1 or (candidates and all(one.settings == candidates[0].settings for one in candidates)):
-            return candidates[0]
-    raise parts.unknown(
-        "config_groups", f"several groups for {module}" if named or by_class else f"no group for {module}"
-    )
+        return make(parts, stem, schemes[0])
+    made: dict[Hashable, Dequantised] = {}
+    for scheme in schemes:
+        with suppress(SourceError, UnsupportedError):
+            weight = make(parts, stem, scheme)
+            made.setdefault(weight.encoding, weight)
+    if len(made) != 1:
+        raise parts.wrong(f"'{stem}.weight' fits {'several' if made else 'none'} of the config_groups")
+    return next(iter(made.values()))
 
 
-def _names(target: str, module: str) -> bool:
-    try:
-        return re.match(target[3:], module) is not None if target.startswith("re:") else module.endswith(target)
-    except re.error:
-        return False
+def _scaled_by_settings(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Scaled:
+    strategy = settings.get("strategy")
+    if strategy not in ("tensor", "channel", "block", None):
+        raise parts.unknown("strategy", strategy)
+    block = settings.get("block_structure", ()) if strategy == "block" else None
+    return _scaled(parts, stem, ".weight_scale", block, dtype=None)
 
 
-def _packed(parts: Parts, stem: str, scheme: _Scheme) -> PackedRows:
-    bits, strategy = scheme.settings.get("num_bits"), scheme.settings.get("strategy")
-    if not isinstance(bits, int) or not 1 <= bits <= 8 or scheme.settings.get("type", "int") != "int":
+def _packed(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Dequantised:
+    if settings.get("type", "int") != "int":
+        return _nvfp4(parts, stem, settings)
+    bits, strategy = settings.get("num_bits"), settings.get("strategy")
+    if not isinstance(bits, int) or not 1 <= bits <= 8:
         raise parts.unknown("num_bits", bits)
     if strategy not in ("group", "channel", "tensor"):
         raise parts.unknown("strategy", strategy)
@@ -318,31 +309,31 @@ def _packed(parts: Parts, stem: str, scheme: _Scheme) -> PackedRows:
             f"'{stem}.weight_packed' is {codes.dtype} of {codes.shape}, expected int32 for {plural(bits, 'bit')} of "
             f"each of {(rows, columns)}"
         )
-    size = scheme.settings.get("group_size") if strategy == "group" else columns
+    size = settings.get("group_size") if strategy == "group" else columns
     if not isinstance(size, int) or size < 1:
         raise parts.unknown("group_size", size)
-    n_groups = -(-columns // size)
+    if columns % size:
+        raise parts.wrong(f"'{stem}.weight' has {plural(columns, 'column')}, which groups of {size} do not divide")
+    n_groups = columns // size
     scales = parts.need(f"{stem}.weight_scale", (1,) if strategy == "tensor" else (rows, n_groups), kinds="f")
     zeros = None
-    if not scheme.settings.get("symmetric", True):
+    if not settings.get("symmetric", True):
         zeros = parts.need(f"{stem}.weight_zero_point", (-(-rows * bits // 32), n_groups), kinds="i")
-    groups = _groups(parts, f"{stem}.weight_g_idx", columns, n_groups)
-    if columns % size and groups is None and n_groups > 1:
-        raise parts.wrong(f"'{stem}.weight' has {columns} columns, which groups of {size} do not divide")
-    return PackedRows((rows, columns), dtype_of_weights(scales), codes, scales, bits, zeros, groups)
+    groups = _groups(parts, f"{stem}.weight_g_idx", columns, size)
+    return PackedRows((rows, columns), dtype_of_weights(scales), codes, scales, bits, size, zeros, groups)
 
 
-def _nvfp4(parts: Parts, stem: str, scheme: _Scheme) -> Float4Rows:
-    size = scheme.settings.get("group_size")
-    if scheme.settings.get("num_bits") != 4 or size != 16 or not scheme.settings.get("symmetric", True):
+def _nvfp4(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Float4Rows:
+    size = settings.get("group_size")
+    if settings.get("num_bits") != 4 or size != 16 or not settings.get("symmetric", True):
         raise parts.unknown("group_size", size)
     codes = parts.need(f"{stem}.weight_packed", None, kinds="u")
-    if len(codes.shape) != 2 or codes.dtype != np.uint8:
-        raise parts.wrong(f"'{stem}.weight_packed' has the shape {codes.shape}, expected a matrix of uint8")
+    if len(codes.shape) != 2 or codes.dtype != np.uint8 or codes.shape[1] % 8:
+        raise parts.wrong(f"'{stem}.weight_packed' is {codes.dtype} of {codes.shape}, expected uint8 for groups of 16")
     rows, columns = codes.shape[0], codes.shape[1] * 2
-    scales = parts.need(f"{stem}.weight_scale", (rows, -(-columns // size)), kinds="f")
+    scales = parts.need(f"{stem}.weight_scale", (rows, columns // 16), kinds="f")
     divisor = parts.need(f"{stem}.weight_global_scale", None, kinds="f")
-    if divisor.size != 1 or divisor.dtype != np.float32 or columns % size:
+    if divisor.size != 1 or divisor.dtype != np.float32:
         raise parts.wrong(f"'{stem}.weight_global_scale' is {divisor.dtype} of {divisor.shape}, expected one float32")
     return Float4Rows((rows, columns), BFLOAT16, codes, scales, divisor)
 
@@ -356,15 +347,14 @@ def _stored_shape(parts: Parts, name: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _groups(parts: Parts, name: str, columns: int, n_groups: int) -> Tensor | None:
+def _groups(parts: Parts, name: str, columns: int, size: int) -> Tensor | None:
     """Return the tensor with the group of each column, if there is one and the groups are not in order."""
     if name not in parts.tensors:
         return None
-    stored = parts.need(name, (columns,), kinds="i")
+    stored, n_groups = parts.need(name, (columns,), kinds="i"), -(-columns // size)
     found = read(stored)
     if found.size and not 0 <= found.min() <= found.max() < n_groups:
         raise parts.wrong(f"{name!r} names groups {found.min()} to {found.max()}, expected 0 to {n_groups - 1}")
-    size = -(-columns // n_groups)
     return None if np.array_equal(found, np.arange(columns) // size) else stored
 
 
@@ -372,57 +362,13 @@ def _groups(parts: Parts, name: str, columns: int, n_groups: int) -> Tensor | No
 
 
 def _gptq(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
-    parts.check_known(
-        (
-            "quant_method",
-            "bits",
-            "group_size",
-            "desc_act",
-            "sym",
-            "checkpoint_format",
-            "format",
-            "damp_percent",
-            "true_sequential",
-            "static_groups",
-            "model_name_or_path",
-            "model_file_base_name",
-            "meta",
-            "lm_head",
-            "pack_dtype",
-            "dataset",
-            "tokenizer",
-            "modules_in_block_to_quantize",
-            "block_name_to_quantize",
-            "module_name_preceding_first_block",
-            "batch_size",
-            "pad_token_id",
-            "use_cuda_fp16",
-            "model_seqlen",
-            "max_input_length",
-            "use_exllama",
-            "exllama_config",
-            "cache_block_outputs",
-            "backend",
-            "act_group_aware",
-            "disable_exllama",
-            "is_marlin_format",
-            "quantizer",
-            "damp_auto_increment",
-            "mse",
-            "hyb_act",
-            "version",
-        )
-    )
+    parts.check_known(parts.settings, _GPTQ_SETTINGS)
     form = parts.settings.get("checkpoint_format") or parts.settings.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise parts.unknown("checkpoint_format", form)
-    if parts.settings.get("is_marlin_format"):
-        raise parts.unknown("is_marlin_format", True)
     if (word := parts.settings.get("pack_dtype", "int32")) != "int32":
         raise parts.unknown("pack_dtype", word)
-    bits = parts.settings.get("bits")
-    if bits not in (2, 3, 4, 8):
-        raise parts.unknown("bits", bits)
+    bits = _bits(parts, (2, 3, 4, 8))
     made: dict[str, Dequantised] = {
         f"{stem}.weight": _columns(parts, stem, bits, added=int(form == "gptq")) for stem in parts.ending_in(".qweight")
     }
@@ -430,41 +376,22 @@ def _gptq(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
 
 
 def _awq(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
-    parts.check_known(
-        (
-            "quant_method",
-            "bits",
-            "group_size",
-            "zero_point",
-            "version",
-            "format",
-            "modules_to_not_convert",
-            "backend",
-            "do_fuse",
-            "exllama_config",
-            "fuse_max_seq_len",
-            "modules_to_fuse",
-            "w_bit",
-            "q_group_size",
-            "meta",
-            "checkpoint_format",
-            "sym",
-            "desc_act",
-            "lm_head",
-            "pack_dtype",
-            "quantizer",
-        )
-    )
+    parts.check_known(parts.settings, _GPTQ_SETTINGS)
     form = str(parts.settings.get("version") or parts.settings.get("format") or "gemm").lower()
     if form != "gemm":
         raise parts.unknown("version", form)
-    bits = parts.settings.get("bits", parts.settings.get("w_bit", 4))
-    if bits != 4:
-        raise parts.unknown("bits", bits)
+    bits = _bits(parts, (4,))
     made: dict[str, Dequantised] = {
         f"{stem}.weight": _columns(parts, stem, bits, is_awq=True) for stem in parts.ending_in(".qweight")
     }
     return f"AWQ ({plural(bits, 'bit')})", made
+
+
+def _bits(parts: Parts, supported: Collection[int]) -> int:
+    found = parts.settings.get("bits", parts.settings.get("w_bit"))
+    if not isinstance(found, int) or found not in supported:
+        raise parts.unknown("bits", found)
+    return found
 
 
 def _columns(parts: Parts, stem: str, bits: int, *, added: int = 0, is_awq: bool = False) -> PackedColumns:
@@ -482,7 +409,7 @@ def _columns(parts: Parts, stem: str, bits: int, *, added: int = 0, is_awq: bool
     zeros = parts.need(f"{stem}.qzeros", (n_groups, -(-rows * bits // 32)), kinds="i")
     if zeros.dtype != np.int32 or scales.dtype.itemsize < 2:
         raise parts.wrong(f"'{stem}.qzeros' is {zeros.dtype} and '{stem}.scales' {scales.dtype}")
-    groups = None if is_awq else _groups(parts, f"{stem}.g_idx", columns, n_groups)
+    groups = None if is_awq else _groups(parts, f"{stem}.g_idx", columns, size)
     return PackedColumns((rows, columns), np.dtype(np.float32), codes, scales, zeros, bits, size, is_awq, groups, added)
 
 
@@ -490,23 +417,7 @@ def _columns(parts: Parts, stem: str, bits: int, *, added: int = 0, is_awq: bool
 
 
 def _bitsandbytes(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
-    parts.check_known(
-        (
-            "quant_method",
-            "_load_in_4bit",
-            "_load_in_8bit",
-            "load_in_4bit",
-            "load_in_8bit",
-            "bnb_4bit_compute_dtype",
-            "bnb_4bit_quant_storage",
-            "bnb_4bit_quant_type",
-            "bnb_4bit_use_double_quant",
-            "llm_int8_threshold",
-            "llm_int8_skip_modules",
-            "llm_int8_enable_fp32_cpu_offload",
-            "llm_int8_has_fp16_weight",
-        )
-    )
+    parts.check_known(parts.settings, _BITSANDBYTES_SETTINGS)
     weights: dict[str, Dequantised] = {}
     for state in [name for name in parts.tensors if re.search(r"\.quant_state\.bitsandbytes__(nf4|fp4)$", name)]:
         name = state.rpartition(".quant_state.")[0]
@@ -520,7 +431,7 @@ def _bitsandbytes(parts: Parts) -> tuple[str, dict[str, Dequantised]]:
             raise parts.wrong(f"'{stem}.SCB' is {scales.dtype}, expected float32")
         parts.get(f"{stem}.weight_format")
         weights[f"{stem}.weight"] = Scaled(
-            codes.shape, np.dtype(np.float32), codes, scales, block_rows=1, factor=7.874015718698502e-3
+            codes.shape, np.dtype(np.float32), codes, scales, (1, codes.shape[1]), factor=7.874015718698502e-3
         )
     kind = "4 bits" if any(isinstance(one, Float4Blocks) for one in weights.values()) else "8 bits"
     return f"bitsandbytes ({kind})", weights
@@ -533,11 +444,11 @@ def _float4_blocks(parts: Parts, name: str, state: str) -> Float4Blocks:
     try:
         said = json.loads(read(stored).tobytes().decode())
         shape, block = tuple(said["shape"]), said["blocksize"]
-        nested_block, offset = said.get("nested_blocksize", 0), said.get("nested_offset", 0.0)
-        numbers = all(isinstance(n, int) and 0 < n < 1 << 40 for n in (*shape, block))
-        if not numbers or not isinstance(nested_block, int) or not isinstance(offset, (int, float)) or block % 2:
+        nested_block, offset = said.get("nested_blocksize", 0), float(said.get("nested_offset", 0.0))
+        numbers = all(isinstance(n, int) and 0 < n < 1 << 40 for n in shape)
+        if not shape or not numbers or not isinstance(nested_block, int) or block not in _BLOCKS:
             raise ValueError(f"it says {said!r:.200}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise parts.wrong(f"{state!r} does not describe a weight: {error}") from error
     size = math.prod(shape)
     codes = parts.need(name, None, kinds="iuf")
@@ -555,7 +466,7 @@ def _float4_blocks(parts: Parts, name: str, state: str) -> Float4Blocks:
         nested = parts.need(f"{name}.nested_absmax", (-(-n_blocks // nested_block),), kinds="f")
         nested_table = parts.need(f"{name}.nested_quant_map", (256,), kinds="f")
         made = Float4Blocks(
-            shape, np.dtype(np.float32), codes, table, scales, block, nested, nested_table, nested_block, float(offset)
+            shape, np.dtype(np.float32), codes, table, scales, block, nested, nested_table, nested_block, offset
         )
     tables = [part for part in (table, made.nested_scales, made.nested_table) if part is not None]
     if any(part.dtype != np.float32 for part in tables):
@@ -563,10 +474,11 @@ def _float4_blocks(parts: Parts, name: str, state: str) -> Float4Blocks:
     return made
 
 
-_METHODS: dict[str, Callable[[Parts], tuple[str, dict[str, Dequantised]]]] = {
-    "fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
-    "gptq": _gptq,
-    "awq": _awq,
-    "bitsandbytes": _bitsandbytes,
+_METHODS: dict[str, tuple[tuple[str, ...], Callable[[Parts], tuple[str, dict[str, Dequantised]]]]] = {
+    "fp8": ((".weight_scale_inv", ".weight_scale"), _fp8),
+    "compressed-tensors": ((".weight_packed", ".weight_scale"), _compressed_tensors),
+    "gptq": ((".qweight",), _gptq),
+    "awq": ((".qweight",), _awq),
+    "bitsandbytes": ((".SCB", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"), _bitsandbytes),
 }
+"""Method → endings of names that only its tensors have, and a function that makes its weights."""
