@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 from cli_fakes import COMMAND, environment, run
 
-from shardload import resolve
+from shardload import resolve, synth
 from shardload.cli import main
 from shardload.loaders import registry
 from shardload.stores.range_files import CachedObject, CacheFolder
@@ -57,7 +57,10 @@ def test_offers(line, offered, complete):
     assert complete(line) == offered
 
 
-MIXTRAL = ["mixtral_8x7b", "mixtral_8_7b", "mixtral_8x22b"]
+def published(prefix: str) -> list[str]:
+    """The names of published models that begin so, and their other names, in the order of the families."""
+    known = [name for model in synth.names() for name in (model.name, *model.aliases)]
+    return [name for name in known if name.startswith(prefix)]
 
 
 def test_checkpoints_in_the_root_are_offered(tmp_path, complete, monkeypatch):
@@ -66,7 +69,7 @@ def test_checkpoints_in_the_root_are_offered(tmp_path, complete, monkeypatch):
     (tmp_path / "my_folder").mkdir()
     (tmp_path / "my_notes.txt").touch()
     (tmp_path / ".hidden").mkdir()
-    assert complete("shardload load m") == ["mine", "my_folder", "mistral_7b", *MIXTRAL]
+    assert complete("shardload load m") == ["mine", "my_folder", *published("m")]
 
 
 def test_formats_of_other_packages_are_not_imported(tmp_path, complete, monkeypatch):
@@ -74,7 +77,7 @@ def test_formats_of_other_packages_are_not_imported(tmp_path, complete, monkeypa
     monkeypatch.setattr(registry, "announced", lambda: {"npz": point})
     monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path))
     (tmp_path / "mine.weights.h5").touch()
-    assert complete("shardload load m") == ["mine", "mistral_7b", *MIXTRAL]
+    assert complete("shardload load m") == ["mine", *published("m")]
 
 
 def test_a_root_that_cannot_be_read_does_not_disturb_the_prompt(complete, monkeypatch):
