@@ -29,7 +29,7 @@ from shardload.keras_bridge.layer_settings import ATTRIBUTES_ENTRY, add_argument
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_layout
 from shardload.keras_bridge.variables import stored_dtype
-from shardload.loaders import spec_of
+from shardload.loaders import quantised, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.hub_preset import TASK, TASK_PREFIX, describe_folder
@@ -75,11 +75,11 @@ def _of_hugging_face(described: Manifest) -> Manifest:
         ) from error
     except SourceError as error:
         raise SourceError(f"Cannot plan {described.source}, which has no weights: {error}") from error
-    quantised, decoded = described.config.get("quantization_config"), model_type_of(described.config).decodes
-    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    if method is None or method != decoded:
+    plain, method = quantised.planned_as_plain(replace(found, tensors={}))
+    if method is None:
         return found  # of a method that cannot be loaded at all, building the model says so
-    return replace(found, notes=(f"planned as plain weights in {name}: of {method} codes, a load reads fewer bytes",))
+    note = f"planned as plain weights in {name}: of {method} codes, a load reads fewer bytes"
+    return replace(plain, tensors=found.tensors, notes=(note,))
 
 
 def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:

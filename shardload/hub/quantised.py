@@ -8,8 +8,7 @@ random values. Any of three things shows such a folder:
     hf_quant_config.json    exists, as ModelOpt writes it
     the tensors             are float8, or have names that only a quantisation method writes (``.qweight``)
 
-The only exception is MXFP4 in GPT-OSS, which KerasHub's converter decodes. Models that Keras quantised are in Keras'
-formats and are not checked.
+Models that Keras quantised are in Keras' formats and are not checked.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardload.errors import UnsupportedError
-from shardload.families.registry import model_type_of
 from shardload.loaders import quantised, spec_of
-from shardload.loaders.quantised.schemes import FIELD
+from shardload.loaders.quantised.modelopt import FILE
+from shardload.loaders.quantised.parts import FIELD
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
 from shardload.units import plural
@@ -66,13 +65,11 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     if ADAPTER not in ignore and _has_adapter_beside(manifest):
         raise UnsupportedError(
             f"Cannot load {manifest.source}: results would differ from transformers, which applies the PEFT adapter "
-            "next to the weights (adapter_config.json). Merge the adapter with PEFT (merge_and_unload) and save the "
-            "result in another folder. To load the weights without it, pass "
-            f"ignore_config=({ADAPTER!r},) (--ignore-config {ADAPTER})"
+            "next to the weights (adapter_config.json). To merge it, pass the same folder as adapter (--adapter). To "
+            f"load the weights without it, pass ignore_config=({ADAPTER!r},) (--ignore-config {ADAPTER})"
         )
-    decoded = model_type_of(manifest.config).decodes
     for method, where in _described(manifest):
-        if FIELD not in ignore and method != decoded:
+        if FIELD not in ignore:
             raise UnsupportedError(
                 f"Cannot load {manifest.source}: {where} sets {method} quantisation, expected plain weights. "
                 f"{_ALTERNATIVES}. If its tensors are plain weights all the same, pass {_OPTION}"
@@ -102,8 +99,7 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
         notes.append(f"{ADAPTER} ignored: the model has the weights without the PEFT adapter")
     if FIELD not in ignore or not spec_of(manifest).may_be_codes:
         return tuple(notes)
-    decoded = model_type_of(manifest.config).decodes
-    ignored = [f"{where} sets {method}" for method, where in _described(manifest) if method != decoded]
+    ignored = [f"{where} sets {method}" for method, where in _described(manifest)]
     if bare := _widened(manifest, bindings):
         ignored.append(f"{plural(len(bare), 'tensor')} in float8 ({bare[0]!r} …)")
     return (*notes, *(f"{FIELD} ignored: {one}; the tensors are loaded as plain weights" for one in ignored))
@@ -125,10 +121,9 @@ def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable
     names = list(names)
     if any(re.search(_ADAPTER, name) for name in names):
         raise UnsupportedError(_about_adapter(manifest))
-    decoded = model_type_of(manifest.config).decodes
     for name in names:
         method = _method_of(name, manifest)
-        if method is not None and method != decoded and not (method == _BARE_FLOAT8 and FIELD in ignore):
+        if method is not None and not (method == _BARE_FLOAT8 and FIELD in ignore):
             named = next((found for found, _ in _described(manifest)), method)
             option = f". If its values need no scales, pass {_OPTION}" if method == _BARE_FLOAT8 else ""
             raise UnsupportedError(
@@ -154,10 +149,10 @@ def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 def _algorithm_beside(manifest: Manifest) -> str | None:
     """Return the quantisation method that ``hf_quant_config.json`` names, ModelOpt's file; ``None`` without it."""
-    if not _is_folder(manifest):
+    if not _is_folder(manifest) or quantised.is_dequantised(manifest):
         return None
     try:
-        algorithm = read_optional(manifest.location / "hf_quant_config.json")["quantization"]["quant_algo"]
+        algorithm = read_optional(manifest.location / FILE)["quantization"]["quant_algo"]
     except (LookupError, TypeError):  # no such file, or of another form
         return None
     return f"modelopt {algorithm}" if algorithm else None
@@ -195,16 +190,16 @@ def _about_adapter(manifest: Manifest) -> str:
     whose = f" of {base}" if base else ""
     return (
         f"Cannot load {manifest.source}: it contains a PEFT adapter{whose}, expected a model's own weights. Load "
-        f"{base or 'the base model'} instead, or merge the adapter into it with PEFT (merge_and_unload) and save the "
-        "result"
+        f"{base or 'the base model'} instead, with the adapter's folder as adapter (--adapter)"
     )
 
 
 def _has_adapter_beside(manifest: Manifest) -> bool:
-    """Whether transformers would apply an adapter (of the package PEFT, such as LoRA) to the weights of this folder."""
+    """Whether transformers would apply an adapter of PEFT to the weights of this folder, and none of it is merged."""
     folder = manifest.location
     return (
         _is_folder(manifest)
+        and folder / _ADAPTER_FILES[0] not in manifest.files
         and (folder / "adapter_config.json").is_file()
         and any((folder / name).is_file() for name in _ADAPTER_FILES)
     )

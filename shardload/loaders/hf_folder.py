@@ -256,7 +256,8 @@ def _files(folder: Location, names: list[str], *, is_described: bool) -> list[st
             "Download the repository's safetensors, or convert them with safetensors.torch.save_file"
         )
     raise refused_folder(folder, names=names) or SourceNotFoundError(
-        f"{folder} contains neither {_SINGLE} nor {_INDEX}, but {listing(folder)}"
+        f"{folder} contains neither {_SINGLE} nor {_INDEX}, but {listing(folder)}. Download the weights, too; "
+        "shardload plan needs none"
     )
 
 

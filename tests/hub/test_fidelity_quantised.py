@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 import shardload
 from shardload.errors import UnsupportedError
 from shardload.hub.config_forms import transformers_tensors
-from shardload.stores.local import located
 
 LAYER = "model.layers.0.self_attn.q_proj"
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -54,7 +53,7 @@ STORED = {
         {"quant_method": "compressed-tensors", "format": "pack-quantized"},
         "compressed-tensors",
     ),
-    "mxfp4": (lambda v: packed(v, "proj_blocks", "proj_scales"), {"quant_method": "mxfp4"}, "mxfp4"),
+    "mxfp4 without configuration": (lambda v: packed(v, "proj_blocks", "proj_scales"), None, "mxfp4"),
     "only said": (lambda v: {}, {"quant_method": "hqq"}, "hqq"),
     "int8 and its scale": (lambda v: codes(v, np.int8, "weight_scale"), None, "compressed-tensors"),
 }
@@ -166,18 +165,6 @@ def test_codes_in_a_bare_file_are_refused_where_the_model_takes_none_of_them(den
         shardload.load_weights(dense, file, strict=False)
 
 
-def test_gpt_oss_in_mxfp4_is_decoded_by_kerashub_and_not_refused(tmp_path):
-    from shardload.hub import quantised as checks
-    from shardload.manifest import Extent, Manifest, Tensor
-
-    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
-    names = ("model.layers.0.mlp.experts.down_proj_blocks", "model.layers.0.mlp.experts.down_proj_scales")
-    held = {n: Tensor(n, (1,), np.dtype(np.uint8), Extent(located(""), 0)) for n in names}
-    checks.check(Manifest(located(tmp_path), "hf-safetensors", held, {}, config))
-    with pytest.raises(UnsupportedError, match="mxfp4"):
-        checks.check(Manifest(located(tmp_path), "hf-safetensors", held, {}, {**config, "model_type": "llama"}))
-
-
 @pytest.mark.parametrize("scheme", ["int8", "float8"])
 def test_what_keras_quantised_loads(scheme, dense, tmp_path):
     other = keras.models.clone_model(dense)
@@ -202,7 +189,7 @@ def adapter(folder, base="meta-llama/Llama-3.2-1B"):
 def test_an_adapter_is_refused_with_the_model_it_belongs_to(file, dense, tmp_path):
     source = adapter(tmp_path / "peft") / file
     for use in (shardload.load, shardload.plan, lambda s: shardload.load_weights(dense, s, strict=False)):
-        with pytest.raises(UnsupportedError, match=r"PEFT adapter of 'meta-llama/Llama-3\.2-1B'.*merge"):
+        with pytest.raises(UnsupportedError, match=r"PEFT adapter of 'meta-llama/Llama-3\.2-1B'.*--adapter"):
             use(source)
     assert len(shardload.inspect(source).tensors) == 1
     with pytest.raises(UnsupportedError, match="PEFT adapter"):  # not "has all weights"
@@ -220,7 +207,7 @@ def test_an_adapter_beside_a_model_is_refused_unless_its_weights_are_wanted_with
     assert shardload.plan(folder)  # left over: there is no adapter
     adapter(folder)
     for use in (shardload.plan, shardload.load):
-        with pytest.raises(UnsupportedError, match=r"next to the weights .*Merge.*ignore_config=\('adapter_config',\)"):
+        with pytest.raises(UnsupportedError, match=r"next to the weights .*merge it.*ignore_config=\('adapter_"):
             use(folder, mesh="1x1")
     report = shardload.report(shardload.load(folder, mesh="1x1", ignore_config="adapter_config"))
     assert "adapter_config ignored: the model has the weights without the PEFT adapter" in report.notes

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import quantised_folders
+from object_server import ObjectServer
 from quantised_folders import METHODS, held
 from safetensors.numpy import save_file
 
@@ -308,3 +309,20 @@ def test_random_damage_is_an_error_of_ours_or_harmless(tmp_path):
                 shardload.plan(folder)
             except ShardloadError as error:
                 assert str(folder) in str(error)
+
+
+@pytest.mark.parametrize("method", ["gptq 4", "gptq 3 in another order", "awq", "packed 4", "nf4 nested"])
+def test_short_pieces_of_a_remote_folder_are_requested_together(method, tmp_path, monkeypatch):
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 384}
+    quantised_folders.write(tmp_path / "served" / "hf", method, **sizes)
+    server = ObjectServer(tmp_path / "served")
+    try:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        ours = shardload.load(f"{server.s3}/hf", mesh="1x8", dtype="float32")
+    finally:
+        server.close()
+    same_weights(ours, shardload.load(tmp_path / "served" / "hf" / "plain", dtype="float32"))
+    stored = (tmp_path / "served" / "hf" / "model.safetensors").stat().st_size
+    assert server.bytes_sent <= 1.2 * stored + (1 << 20)
+    assert sum(sent > 1 for *_, sent in server.requests) <= 8

@@ -114,13 +114,17 @@ def gptq(name, shape, *, bits=4, size=16, order=False, first=True):
     rows, columns = shape
     codes = RNG.integers(0, 1 << bits, (columns, rows))
     n_groups = columns // size
-    zeros = RNG.integers(1, 1 << bits, (n_groups, rows))
+    zeros = RNG.integers(0, 1 << bits, (n_groups, rows))
     scales = RNG.uniform(0.01, 0.02, (n_groups, rows)).astype(np.float16)
     groups = np.arange(columns) // size
     groups = RNG.permutation(groups) if order else groups
+    stored_zeros = words(zeros, bits)
+    if first:  # 1 less each: code by code if they cross words, otherwise the word as one number
+        ones = words(np.ones_like(zeros), bits)
+        stored_zeros = words((zeros - 1) % 8, 3) if bits == 3 else stored_zeros - ones
     stored = {
         f"{name}.qweight": np.ascontiguousarray(words(codes.T, bits).T),
-        f"{name}.qzeros": words(zeros - 1 if first else zeros, bits),
+        f"{name}.qzeros": stored_zeros,
         f"{name}.scales": scales,
         f"{name}.g_idx": groups.astype(np.int32),
     }
@@ -195,6 +199,10 @@ METHODS = {
         _compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False),
     ),
     "packed 4": (lambda n, s: packed(n, s, size=16), _compressed("pack-quantized", group_size=16)),
+    "packed 4 asymmetric": (
+        lambda n, s: packed(n, s, size=16, symmetric=False),
+        _compressed("pack-quantized", group_size=16, symmetric=False),
+    ),
     "packed 4 channels": (packed, _compressed("pack-quantized", strategy="channel")),
     "packed 3 asymmetric": (
         lambda n, s: packed(n, s, bits=3, size=16, symmetric=False),
@@ -209,6 +217,10 @@ METHODS = {
         _compressed("nvfp4-pack-quantized", type="float", group_size=16, strategy="tensor_group"),
     ),
     "gptq 4": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}),
+    "gptq 4 in another order": (
+        lambda n, s: gptq(n, s, order=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False},
+    ),
     "gptq 3 in another order": (
         lambda n, s: gptq(n, s, bits=3, size=32, order=True),
         {"quant_method": "gptq", "bits": 3, "group_size": 32, "desc_act": True, "sym": False},

@@ -7,6 +7,7 @@ Codes of ``b`` bits are packed without gaps from the lowest bit on: 32 codes tak
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -50,10 +51,31 @@ def unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     return codes.reshape(*before, n_groups * 8)[..., :n_codes]
 
 
+def looked_up(stored: NDArray[np.uint8], table: NDArray[np.float32], *, high_first: bool) -> NDArray[np.float32]:
+    """Return the number in a table of 16 for each half of each byte, flat; ``high_first``: which half comes first."""
+    flat = np.ascontiguousarray(stored).reshape(-1)
+    even = flat if flat.size % 2 == 0 else np.append(flat, np.uint8(0))
+    fours: NDArray[Any] = _of_two_bytes(table.tobytes(), high_first).take(even.view("<u2"), mode="wrap")
+    numbers: NDArray[np.float32] = fours.view(np.float32)[: flat.size * 2]
+    return numbers
+
+
+@functools.lru_cache(maxsize=8)
+def _of_two_bytes(table: bytes, high_first: bool) -> NDArray[np.complex128]:
+    """Return, for each number of 16 bits, the four numbers of its halves of bytes: as one item, to look up at once."""
+    bits = np.arange(1 << 16)
+    shifts = (4, 0, 12, 8) if high_first else (0, 4, 8, 12)
+    numbers = np.frombuffer(table, np.float32)
+    fours: NDArray[np.complex128] = np.stack([numbers[bits >> at & 15] for at in shifts], -1).view(np.complex128)
+    return fours.reshape(-1)
+
+
 def as_float32(codes: NDArray[Any]) -> NDArray[np.float32]:
     """Return codes that are numbers (float8, integers) as float32, which holds each of them exactly."""
     if (values := _FLOAT8.get(codes.dtype)) is not None:
-        codes = values[codes.view(np.uint8)]
+        # No index is out of range, and the default mode would look for one.
+        numbers: NDArray[np.float32] = values.take(codes.view(np.uint8), mode="wrap")
+        return numbers
     return codes.astype(np.float32, copy=False)
 
 

@@ -1,8 +1,6 @@
 """Read rows of quantised weights, dequantised as the library that wrote them does, to the bit.
 
-Each class reads the stored bytes that its rows need, in the file's order: rows of codes, and their scales. GPTQ and
-AWQ store ``(in, out)``, and the rows of ``weight`` are their columns: each packed row is read from the first needed
-word to the last.
+Each class reads the stored bytes that its rows need, in the file's order: rows of codes, and their scales.
 """
 
 from __future__ import annotations
@@ -18,14 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError
-from shardload.loaders.quantised.codes import FLOAT4, as_float32, by_columns, unpacked
+from shardload.loaders.quantised.codes import as_float32, by_columns, unpacked
 from shardload.manifest import EncodedRows, Extent, Tensor
 from shardload.stores.location import Location
-from shardload.stores.store import fill_exactly
+from shardload.stores.store import fill_runs
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of eight columns, which of the eight codes in a word is its."""
+_SHORT_BYTES = 32 << 10
+"""Longest run of bytes that is read with what lies next to it: a request takes as long as some MB of a fast store."""
+_KEPT_BYTES = 8 << 20
+"""Largest tensor of which columns are read with what lies next to them: half of what a remote store keeps in memory.
+Of a larger one, pages would be dropped before the next columns need them."""
 
 
 def read(tensor: Tensor, start: int = 0, stop: int | None = None, *, columns: slice | None = None) -> NDArray[Any]:
@@ -35,20 +36,16 @@ def read(tensor: Tensor, start: int = 0, stop: int | None = None, *, columns: sl
     stop = tensor.rows if stop is None else stop
     width = math.prod(tensor.shape[1:])
     shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-    runs = [(offset + start * width * size, 0, (stop - start) * width * size)]
+    first, pitch, n_bytes, n_runs = offset + start * width * size, 0, (stop - start) * width * size, 1
     if columns is not None and (columns.start, columns.stop) != (0, width):
-        n_bytes = (columns.stop - columns.start) * size
-        shape = (stop - start, columns.stop - columns.start)
-        runs = [
-            (offset + (row * width + columns.start) * size, (row - start) * n_bytes, n_bytes)
-            for row in range(start, stop)
-        ]
-    raw = np.empty(sum(n for *_, n in runs), np.uint8)
+        first, pitch, n_bytes = first + columns.start * size, width * size, (columns.stop - columns.start) * size
+        shape, n_runs = (stop - start, columns.stop - columns.start), stop - start
+    raw = np.empty(n_runs * n_bytes, np.uint8)
+    # Of a remote file, whole pages are kept: for the next short run, or the next small tensor.
+    in_pages = n_bytes <= _SHORT_BYTES and (columns is None or tensor.nbytes <= _KEPT_BYTES)
     try:
         with closing(path.open()) as file:
-            for at, into, n_bytes in runs:
-                if n_bytes:
-                    fill_exactly(file, raw[into : into + n_bytes].data, at)
+            fill_runs(file, raw.data, first, pitch, n_bytes, in_pages=in_pages)
     except (SourceError, SourceNotFoundError) as error:
         raise TransferError(f"Tensor {tensor.name!r} can no longer be read: {error}") from error
     return raw.view(tensor.dtype).reshape(shape)
@@ -91,6 +88,8 @@ class Dequantised(EncodedRows):
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows ``[start, stop)``, dequantised, as a `shardload.manifest.RowReader` does."""
+        if start == stop:
+            return np.empty((0, *self.shape[1:]), self.dtype)
         # A scale may be infinite or NaN, and so may its weights.
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(self.rows(start, stop)).astype(self.dtype, copy=False)
@@ -115,6 +114,8 @@ class Scaled(Dequantised):
     """Integers of the shape of `scales`, subtracted from the codes."""
     factor: float = 1.0
     """Another factor, multiplied last."""
+    rows_of_each: int | None = None
+    """After how many rows blocks begin again: those of one of several matrices. ``None``: there is only one."""
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
@@ -131,10 +132,12 @@ class Scaled(Dequantised):
         columns = math.prod(tensor.shape[1:])
         if tensor.rows == 1:
             return np.broadcast_to(as_float32(read(tensor)).reshape(1, columns), (stop - start, columns))
-        block = self.block[0]
-        first, last = start // block, -(-stop // block)
-        found = as_float32(read(tensor, first, last)).reshape(last - first, columns)
-        return found[np.arange(start, stop) // block - first]
+        each, block = self.rows_of_each or self.shape[0], self.block[0]
+        rows = np.arange(start, stop)
+        index = rows // each * -(-each // block) + rows % each // block
+        first, last = int(index[0]), int(index[-1]) + 1
+        found: NDArray[np.float32] = as_float32(read(tensor, first, last)).reshape(last - first, columns)[index - first]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,130 +156,26 @@ class PackedRows(Dequantised):
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
-        values = unpacked(read(self.codes, start, stop), self.bits)[:, : self.shape[1]].astype(np.float32)
-        return scaled_by_groups(
-            values, self._zeros(start, stop), self._scales(start, stop), self.groups, self.group_size
-        )
+        values, zeros = self.code_rows(start, stop).astype(np.float32), self.zero_rows(start, stop).astype(np.float32)
+        return scaled_by_groups(values, zeros, self._scales(start, stop), self.groups, self.group_size)
 
-    def _zeros(self, start: int, stop: int) -> NDArray[np.float32]:
+    def code_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return the codes of rows ``[start, stop)``."""
+        return unpacked(read(self.codes, start, stop), self.bits)[:, : self.shape[1]]
+
+    def zero_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return what is subtracted from the codes of rows ``[start, stop)``: one column for each group, or for all."""
         if self.zeros is None:
-            return np.full((stop - start, 1), 1 << (self.bits - 1), np.float32)
+            return np.full((stop - start, 1), 1 << (self.bits - 1), np.uint8)
         first, last = start // 32, -(-stop // 32)
         words = read(self.zeros, first * self.bits, min(last * self.bits, self.zeros.rows))
         found = unpacked(np.ascontiguousarray(words.T), self.bits).T
-        return found[start - first * 32 : stop - first * 32].astype(np.float32)
+        return found[start - first * 32 : stop - first * 32]
 
     def _scales(self, start: int, stop: int) -> NDArray[np.float32]:
         if self.scales.rows == 1 < self.shape[0]:  # one for the tensor
             return np.broadcast_to(as_float32(read(self.scales)).reshape(1, 1), (stop - start, 1))
         return as_float32(read(self.scales, start, stop)).reshape(stop - start, math.prod(self.scales.shape[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class Float4Rows(Dequantised):
-    """NVFP4: two float4 codes in a byte, the lower one first, with a float8 scale for 16 columns, and one for all."""
-
-    codes: Tensor
-    scales: Tensor
-    divisor: Tensor
-
-    def rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
-        values = FLOAT4[unpacked(read(self.codes, start, stop), 4)]
-        by_columns(np.multiply, values, as_float32(read(self.scales, start, stop)) / read(self.divisor).reshape(()), 16)
-        return values
-
-
-@dataclass(frozen=True, slots=True)
-class PackedColumns(Dequantised):
-    """GPTQ and AWQ: codes of the transposed weight in words along ``in`` (GPTQ) or, in another order, ``out`` (AWQ)."""
-
-    codes: Tensor
-    """``(in * bits / 32, out)`` for GPTQ, ``(in, out / 8)`` for AWQ."""
-    scales: Tensor
-    """``(groups, out)``."""
-    zeros: Tensor
-    """``(groups, out * bits / 32)``."""
-    bits: int
-    group_size: int
-    is_awq: bool = False
-    groups: Tensor | None = None
-    """The group of each index along ``in``."""
-    added: int = 0
-    """What is added to the stored zeros: 1 in files of GPTQ's first version."""
-
-    @property
-    def row_alignment(self) -> int:
-        """Number of rows that are decoded together: those that share words."""
-        return 32 // math.gcd(32, self.bits)
-
-    def rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
-        align = self.row_alignment
-        first, last = start // align * align, min(-(-stop // align) * align, self.shape[0])
-        words = slice(first * self.bits // 32, -(-last * self.bits // 32))
-        wanted = slice(start - first, stop - first)
-        scales = as_float32(read(self.scales, columns=slice(start, stop))).T
-        stored_zeros = self._in_order(unpacked(read(self.zeros, columns=words), self.bits))[:, wanted].T
-        zeros = ((stored_zeros + self.added) & ((1 << self.bits) - 1)).astype(np.float32)
-        if self.is_awq:
-            codes = self._in_order(unpacked(read(self.codes, columns=words), self.bits))[:, wanted].T
-        else:
-            packed = read(self.codes, columns=slice(start, stop))
-            codes = unpacked(np.ascontiguousarray(packed.T), self.bits)[:, : self.shape[1]]
-        values = np.ascontiguousarray(codes).astype(np.float32)
-        return scaled_by_groups(values, zeros, scales, self.groups, self.group_size)
-
-    def _in_order(self, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        if not self.is_awq:
-            return codes
-        return codes.reshape(len(codes), -1, 8)[..., _AWQ_ORDER].reshape(codes.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Float4Blocks(Dequantised):
-    """bitsandbytes: two codes in a byte, the higher one first, each an index of a table; a scale for each block."""
-
-    codes: Tensor
-    table: Tensor
-    scales: Tensor
-    block: int
-    nested_scales: Tensor | None = None
-    """If given, `scales` are codes themselves: scales of blocks of `nested_block` of them,"""
-    nested_table: Tensor | None = None
-    """their table,"""
-    nested_block: int = 0
-    offset: float = 0.0
-    """and what is added to each."""
-
-    @property
-    def row_alignment(self) -> int:
-        """Number of rows that are decoded together: those of which all blocks are whole."""
-        width = math.prod(self.shape[1:])
-        return min(math.lcm(width, self.block) // width, self.shape[0])
-
-    def rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Return rows ``[start, stop)`` before they are rounded to `dtype`."""
-        width = math.prod(self.shape[1:])
-        first, last = start * width // self.block, -(-stop * width // self.block)
-        begin, end = first * self.block, min(last * self.block, math.prod(self.shape))
-        item = self.codes.dtype.itemsize  # the codes may be stored as any dtype
-        stored = read(self.codes, begin // 2 // item, -(-end // 2 // item)).view(np.uint8).reshape(-1)
-        codes = np.stack([stored >> 4, stored & 15], -1).reshape(-1)[: end - begin]
-        values = read(self.table)[codes]
-        scales = np.repeat(self._scales(first, last), self.block)[: end - begin]
-        values *= scales
-        return values[start * width - begin : stop * width - begin].reshape(stop - start, *self.shape[1:])
-
-    def _scales(self, first: int, last: int) -> NDArray[np.float32]:
-        found: NDArray[Any] = read(self.scales, first, last)
-        if self.nested_scales is None or self.nested_table is None:
-            return found
-        block = self.nested_block
-        nested = read(self.nested_scales, first // block, -(-last // block))
-        scaled: NDArray[np.float32] = read(self.nested_table)[found]
-        scaled *= nested[np.arange(first, last) // block - first // block]
-        return scaled + np.float32(self.offset)
 
 
 def scaled_by_groups(
