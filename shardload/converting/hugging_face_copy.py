@@ -30,6 +30,7 @@ from shardload.loaders.contents import CONFIG, member
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hf_folder import BARE, open_as_stored
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
+from shardload.loaders.peft.folder import CONFIG_FILE, WEIGHTS_FILE
 from shardload.manifest import Decoded, Manifest, UnreadableRows, View
 from shardload.stores.local import located
 from shardload.transfer.casts import is_float
@@ -46,7 +47,7 @@ def is_copy(manifest: Manifest, to: str) -> bool:
 def source_of(manifest: Manifest, *, ignore: Sequence[str] = (), dequantise: bool = False) -> Source:
     """Return a Hugging Face folder as a source to copy: without a model, and without tensors that ``ignore`` names.
 
-    Quantised weights are copied as codes and scales, unless ``dequantise``.
+    Quantised weights are copied as codes and scales, unless ``dequantise``: then as ``manifest`` has them.
     """
     if not dequantise and any(isinstance(t.storage, Decoded) for t in manifest.tensors.values()):
         manifest = open_as_stored(manifest.location)
@@ -68,7 +69,10 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = (), dequantise: boo
     found = companions_of(manifest)
     listed = {str(path) for path in manifest.files}
     parts = {name: path for name, path in _parts(manifest.location.local_folder()).items() if str(path) not in listed}
-    companions = replace(found, transformers={**found.transformers, **parts})
+    # An adapter next to the weights that is merged into them must not be applied again.
+    is_merged = str(manifest.location / WEIGHTS_FILE) in listed
+    own = {n: path for n, path in found.transformers.items() if not (is_merged and n == CONFIG_FILE)}
+    companions = replace(found, transformers={**own, **parts})
     notes = (*manifest.notes, *notes, *found.notes, *_other_weights(manifest, companions))
     return Source(replace(manifest, tensors=kept), None, {}, companions, Preprocessing(), notes)
 
@@ -95,6 +99,8 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
             if (config := companions.config(KERAS, name)) is not None:
                 stating[f"{KERAS}/{name}"] = with_dtype(config, dtype)
         rewritten = {name: json.dumps(config, indent=2).encode() for name, config in stating.items()}
+    elif any(isinstance(tensor.storage, Decoded) for tensor in manifest.tensors.values()):
+        rewritten = {CONFIG: json.dumps(manifest.config, indent=2).encode()}  # without quantisation, if it was merged
     metadata = {**safetensors.PYTORCH, **manifest.metadata}
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:

@@ -8,8 +8,10 @@ fused tensor (GPT-2's queries, keys and values) comes from several.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +19,32 @@ import numpy as np
 
 from shardload.converting.plans import NoPlaceError
 from shardload.errors import UnsupportedError
+from shardload.families.parts.conversion import VariablePart, ZeroRows
 from shardload.families.registry import exports
 from shardload.hub import building, described, fields
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders.file_pieces import Wanted
-from shardload.manifest import Manifest, Tensor
+from shardload.manifest import Manifest, Tensor, View, c_strides
 from shardload.mapping.converters import map_hub
 from shardload.mapping.outside import sort_unused
+from shardload.sharding.layout import Bounds
 from shardload.stores.location import nowhere
-from shardload.transfer.planning import Binding
+from shardload.transfer.geometry import within
 
 _Config = dict[str, Any]
 UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of config.json that KerasHub's classes lack: they are copied from the source, or left out."""
-_NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
+UNKNOWN_OF_IMAGES = (
+    *("image_token_index", "boi_token_index", "eoi_token_index"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+)
+"""The same, of models that read images."""
+_NOT_COMPARED = ("name", "dtype", "trainable", "dropout", "build_config")
 """Settings in which two backbones may differ and still count as equal: Hugging Face's configuration cannot express
-them, and they do not affect weights."""
+them, and they do not affect weights. Keras adds ``build_config`` to a layer of another only if it is built already."""
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> _Config:
@@ -47,9 +57,11 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
     if (export := exports().get(kind)) is None:
         raise NoPlaceError(f"Cannot write {kind} for Hugging Face, expected one of {', '.join(exports())}")
     # The longest text and token ids are never guessed: wrong ones would be silently obeyed.
-    known = {name: value for name, value in (known or {}).items() if name in UNKNOWN}
+    known = {name: value for name, value in (known or {}).items() if name in (*UNKNOWN, *UNKNOWN_OF_IMAGES)}
     try:
-        config = {**known, **export.config(backbone, _Layers(backbone)), "torch_dtype": dtype}
+        # As JSON has it: a list that a Keras layer tracks refers to the layer.
+        described = json.loads(json.dumps(dict(export.config(backbone, _Layers(backbone)))))
+        config = {**known, **described, "torch_dtype": dtype}
     except UnsupportedError as error:
         raise NoPlaceError(str(error)) from error
     # The functions below write few of a backbone's settings, so KerasHub must read the same backbone from the result.
@@ -111,11 +123,14 @@ def differing(backbone: Any, other: Any) -> str | None:
 
 def _compared(config: Mapping[str, Any]) -> _Config:
     """Return a backbone's configuration to compare: without settings that do not affect weights, at any depth."""
-    return {
-        key: _compared(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key not in _NOT_COMPARED
-    }
+    return {key: _comparable(value) for key, value in config.items() if key not in _NOT_COMPARED}
+
+
+def _comparable(value: Any) -> Any:
+    """Return a setting to compare: in JSON, a tuple is a list."""
+    if isinstance(value, Mapping):
+        return _compared(value)
+    return [_comparable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def is_written(backbone: Any) -> bool:
@@ -132,39 +147,114 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
         raise NoPlaceError(f"Cannot write model_type {kind!r} for Hugging Face") from error
 
 
-def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
+@dataclass(frozen=True, slots=True, eq=False)
+class FilledElements:
+    """The Hugging Face tensor that a variable, or a part of it, fills, and which elements of the tensor."""
+
+    variable: Any
+    """``None`` for elements that no variable has, and that are zero."""
+    view: View
+    box: Bounds | None = None
+    """The part of the variable that is in this tensor, if it has several; the view is valid for indices in it only."""
+
+    @property
+    def filled(self) -> View:
+        """The elements of the tensor that the variable, or its part, fills."""
+        return within(self.view, self.box)
+
+
+def _place_of_part(part: VariablePart) -> FilledElements:
+    shape, box = tuple(part.variable.shape), Bounds(part.start, part.stop)
+    first = sum(i * stride for i, stride in zip(part.start, part.strides, strict=True))
+    return FilledElements(part.variable, View(part.tensor, part.offset - first, shape, part.strides), box)
+
+
+def _place_of_zeros(zeros: ZeroRows, manifest: Manifest) -> FilledElements:
+    shape = manifest.tensors[zeros.tensor].shape
+    rows = shape[0] if zeros.rows is None else zeros.rows
+    return FilledElements(None, View(zeros.tensor, 0, (rows, *shape[1:]), c_strides(shape)))
+
+
+def _declared(backbone: Any, manifest: Manifest) -> list[FilledElements]:
+    """Return where the parts of variables are that KerasHub's converter computes, and what is zero."""
+    if (export := exports().get(type(backbone).__name__)) is None:
+        return []
+    # A folder has values where a stand-in has zeros.
+    zeros = () if manifest.files else export.zeros
+    parts = (_place_of_part(part) for part in export.parts(backbone))
+    return [*parts, *(_place_of_zeros(one, manifest) for one in zeros)]
+
+
+def lacking(places: Sequence[FilledElements], backbone: Any) -> tuple[str, ...]:
+    """Return notes on what Hugging Face's class has and KerasHub's lacks."""
+    zeros = dict.fromkeys(place.view.tensor for place in places if place.variable is None)
+    notes = (f"zeros were written for what KerasHub's class lacks: {', '.join(zeros)}",) if zeros else ()
+    if not exports()[type(backbone).__name__].without_pooler:
+        return notes
+    return (*notes, "no pooler was written, because KerasHub's class has none: transformers makes a random one")
+
+
+def derived_from_others(backbone: Any) -> set[int]:
+    """Return the ``id`` of each variable of a backbone that is computed from others, and that no tensor has."""
+    export = exports().get(type(backbone).__name__)
+    return set() if export is None else {id(variable) for variable in export.derived(backbone)}
+
+
+def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[FilledElements, ...]:
     """Return, for each variable, the Hugging Face tensor and the elements of it that the variable fills.
 
     ``manifest``: the tensors of such a checkpoint, as `stand_in` derives them from a configuration, or as a folder has
     them, which may also have tensors outside of the model. ``leave_out``: ``id`` of variables that are not written.
     """
-    mapping = map_hub(model, manifest)
+    _require_floats(model)
+    mapping, declared = map_hub(model, manifest), _declared(backbone_of(model), manifest)
+    known = {id(place.variable) for place in declared} | derived_from_others(backbone_of(model))
+    computed = [c.owner for c in mapping.computed if not all(id(v) in known for v in c.variables)]
     missing = [v.path for v in mapping.missing_variables if id(v) not in leave_out]
     # A stand-in lists exactly the model's tensors; a folder (it has files) may contain buffers and copies as well.
     # The load has compared their values.
     found = sort_unused(mapping, manifest, model, compare=False).outside if manifest.files else ()
     outside = {each.tensor for each in found if not each.is_weight}
-    unused = [name for name in mapping.unused if name not in outside]
-    problems = [*map(str, mapping.mismatched), *missing, *unused, *(c.owner for c in mapping.computed)]
-    by_tensor: dict[str, list[Binding]] = {}
-    for binding in mapping.bindings:
-        by_tensor.setdefault(binding.view.tensor, []).append(binding)
+    zeros = {place.view.tensor for place in declared if place.variable is None}
+    unused = [name for name in mapping.unused if name not in outside | zeros]
+    problems = [*map(str, mapping.mismatched), *missing, *unused, *computed]
+    by_tensor: dict[str, list[FilledElements]] = {}
+    for place in (*(FilledElements(b.variable, b.view) for b in mapping.bindings), *declared):
+        by_tensor.setdefault(place.view.tensor, []).append(place)
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name not in outside}
-    problems += [name for name, tensor in stored.items() if not covers(by_tensor.get(name, ()), tensor)]
+    problems += [
+        name for name, tensor in stored.items() if not covers([p.filled for p in by_tensor.get(name, ())], tensor)
+    ]
     if problems:
         kind = type(backbone_of(model)).__name__
         raise NoPlaceError(
             f"Cannot match the variables of {kind} one to one with the Hugging Face tensors of model_type "
             f"{manifest.config['model_type']!r}: {problems[0]}"
         )
-    return tuple(binding for name in stored for binding in by_tensor[name])
+    return tuple(place for name in stored for place in by_tensor[name])
 
 
-def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> dict[str, Wanted]:
-    """Return the tensors to write, by name; each has the dtype of the variables that fill it."""
+def _require_floats(model: Any) -> None:
+    for layer in own_layers(model):
+        if (mode := getattr(layer, "quantization_mode", None)) is not None:
+            raise NoPlaceError(
+                f"Cannot write {type(backbone_of(model)).__name__} for Hugging Face: its layer {layer.path!r} is "
+                f"quantised ({mode})"
+            )
+
+
+def wanted(
+    places: Sequence[FilledElements], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]
+) -> dict[str, Wanted]:
+    """Return the tensors to write, by name; each has the dtype of the variables that fill it, zeros the most used."""
     found: dict[str, Wanted] = {}
-    for b in bindings:
-        name, dtype = b.view.tensor, dtypes[id(b.variable)]
+    counts = Counter(dtypes[id(p.variable)] for p in places if p.variable is not None)
+    for b in sorted(places, key=lambda place: place.variable is None):
+        name = b.view.tensor
+        if b.variable is None:
+            found.setdefault(name, Wanted(name, shapes[name].shape, counts.most_common(1)[0][0]))
+            continue
+        dtype = dtypes[id(b.variable)]
         known = found.setdefault(name, Wanted(name, shapes[name].shape, dtype))
         if known.dtype != dtype:
             raise UnsupportedError(
@@ -174,11 +264,11 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
     return found
 
 
-def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
-    """Whether the variables in ``bindings`` fill each element of a tensor exactly once, so that it can be written."""
+def covers(views: Sequence[View], tensor: Tensor) -> bool:
+    """Whether variables with these ``views`` fill each element of a tensor exactly once, so that it can be written."""
     # Marking takes a byte per element. Nearly all tensors have one view, and its strides tell without marks.
-    if len(bindings) == 1:
-        view, expected = bindings[0].view, 1
+    if len(views) == 1:
+        view, expected = views[0], 1
         # Sorted by stride, its dims leave no gap and no overlap.
         for n, stride in sorted(zip(view.shape, view.strides, strict=True), key=lambda d: d[1]):
             if n != 1 and stride != expected:
@@ -186,15 +276,14 @@ def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
             expected *= n
         return expected == tensor.size and view.offset == 0
     seen = np.zeros(tensor.size, np.bool_)
-    for binding in bindings:
-        view = binding.view
+    for view in views:
         # as_strided() does not check bounds, and the next line writes through it.
         last = view.offset + sum((n - 1) * t for n, t in zip(view.shape, view.strides, strict=True))
         if 0 in view.shape or min(view.strides, default=1) <= 0 or last >= tensor.size:
             return False
         np.lib.stride_tricks.as_strided(seen[view.offset :], view.shape, view.strides)[...] = True
     # As many elements as the tensor has, and none left out: so none twice.
-    return sum(math.prod(b.view.shape) for b in bindings) == tensor.size and bool(seen.all())
+    return sum(math.prod(view.shape) for view in views) == tensor.size and bool(seen.all())
 
 
 def is_weight(variable: Any) -> bool:

@@ -9,7 +9,7 @@ adding a family takes one file.
 
 from __future__ import annotations
 
-from shardload.families.record import Family, ModelType
+from shardload.families.record import Family, ModelType, Part
 from shardload.families.registry import register, unregister
 
-__all__ = ["Family", "ModelType", "register", "unregister"]
+__all__ = ["Family", "ModelType", "Part", "register", "unregister"]

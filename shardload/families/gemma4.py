@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from shardload.errors import UnsupportedError
 from shardload.families.parts.checks import TANH
+from shardload.families.parts.config import Config
+from shardload.families.parts.conversion import Export, LayerSettings, exported_decoder
 from shardload.families.parts.gguf import ROPE_FREQS, SANDWICH, TOP, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, model_entries
-from shardload.families.record import Family, ModelType
+from shardload.families.parts.rope import FULL, SLIDING
+from shardload.families.parts.tensors import DECODER_FIELDS, TensorSpec, gated_mlp
+from shardload.families.record import LATER, NO_GGUF, OTHER_FILE, Family, ModelType, Part
 from shardload.units import plural
 
 
@@ -115,21 +120,133 @@ def _rotated_part(values: GgufValues, width: int) -> float:
     return 2 * rotated / width
 
 
+# ---- its tensors, and the configuration of a backbone -------------------------------------------
+
+
+def _tensors(config: Config) -> Iterator[TensorSpec]:
+    config = dict(config)
+    _adapt(config)
+    vocab, hidden, layers = config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]
+    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden))
+    if inputs := config.get("hidden_size_per_layer_input"):
+        yield TensorSpec("model.embed_tokens_per_layer.weight", (config["vocab_size_per_layer_input"], layers * inputs))
+        yield TensorSpec("model.per_layer_model_projection.weight", (layers * inputs, hidden))
+        yield _scale("model.per_layer_projection_norm.weight", inputs)
+    for i in range(layers):
+        at, shares = f"model.layers.{i}", i >= layers - (config.get("num_kv_shared_layers") or 0)
+        yield from _attention(config, f"{at}.self_attn", config["layer_types"][i] == FULL, shares=shares)
+        # Only layers that share keys and values can be wider.
+        width = config["intermediate_size"] * (2 if shares and config.get("use_double_wide_mlp") else 1)
+        yield from gated_mlp({"hidden_size": hidden, "width": width}, f"{at}.mlp", size="width")
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            yield _scale(f"{at}.{name}_layernorm.weight", hidden)
+        yield TensorSpec(f"{at}.layer_scalar", (1,), near_one=True)
+        if inputs:
+            yield TensorSpec(f"{at}.per_layer_input_gate.weight", (inputs, hidden))
+            yield TensorSpec(f"{at}.per_layer_projection.weight", (hidden, inputs))
+            yield _scale(f"{at}.post_per_layer_input_norm.weight", hidden)
+        if config.get("enable_moe_block"):
+            yield from _experts(at, hidden, config["num_experts"], config["moe_intermediate_size"])
+    yield _scale("model.norm.weight", hidden)
+
+
+def _scale(name: str, width: int) -> TensorSpec:
+    return TensorSpec(name, (width,), near_one=True)
+
+
+def _attention(config: Config, at: str, is_full: bool, *, shares: bool) -> Iterator[TensorSpec]:
+    hidden, heads, kv_heads = (config[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    width, keys_are_values = config["head_dim"], False
+    if is_full:
+        width = config.get("global_head_dim") or width
+        keys_are_values = bool(config.get("num_global_key_value_heads"))
+        kv_heads = config.get("num_global_key_value_heads") or kv_heads
+    yield TensorSpec(f"{at}.q_proj.weight", (heads * width, hidden))
+    yield _scale(f"{at}.q_norm.weight", width)
+    if not shares:
+        yield TensorSpec(f"{at}.k_proj.weight", (kv_heads * width, hidden))
+        yield _scale(f"{at}.k_norm.weight", width)
+        if not keys_are_values:
+            yield TensorSpec(f"{at}.v_proj.weight", (kv_heads * width, hidden))
+    yield TensorSpec(f"{at}.o_proj.weight", (hidden, heads * width))
+
+
+def _experts(at: str, hidden: int, experts: int, width: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{at}.router.proj.weight", (experts, hidden))
+    yield _scale(f"{at}.router.scale", hidden)
+    yield _scale(f"{at}.router.per_expert_scale", experts)
+    yield TensorSpec(f"{at}.experts.gate_up_proj", (experts, 2 * width, hidden))
+    yield TensorSpec(f"{at}.experts.down_proj", (experts, hidden, width))
+    for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"):
+        yield _scale(f"{at}.{name}.weight", hidden)
+
+
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    if backbone.vision_encoder is not None or backbone.audio_encoder is not None or backbone.is_embedding_model:
+        kind = "that makes embeddings" if backbone.is_embedding_model else "with an encoder of images or sound"
+        raise UnsupportedError(f"Cannot write Gemma 4 {kind} for Hugging Face")
+    if not backbone.use_sliding_window_attention or not backbone.layer_types:
+        raise UnsupportedError("Cannot write Gemma 4 without sliding windows or layer_types for Hugging Face")
+    shares = backbone.num_global_key_value_heads is not None
+    rotated = {"partial_rotary_factor": backbone.global_rope_partial_rotary_factor}
+    return {
+        **exported_decoder(backbone, "gemma4_text", "Gemma4ForCausalLM"),
+        "intermediate_size": backbone.intermediate_dim,
+        "head_dim": backbone.head_dim,
+        "global_head_dim": backbone.global_head_dim,
+        **({} if backbone.global_head_dim else {"per_layer_config": {}}),  # else transformers takes a default
+        "num_global_key_value_heads": backbone.num_global_key_value_heads,
+        "attention_k_eq_v": shares,
+        "hidden_activation": TANH,
+        "layer_types": list(backbone.layer_types),
+        "sliding_window": backbone.sliding_window_size,
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "rope_theta": backbone.global_rope_wavelength, **rotated},
+            SLIDING: {"rope_type": "default", "rope_theta": backbone.local_rope_wavelength},
+        },
+        "attn_logit_softcapping": backbone.attention_logit_soft_cap,
+        "final_logit_softcapping": backbone.final_logit_soft_cap,
+        "num_kv_shared_layers": backbone.num_kv_shared_layers,
+        "use_double_wide_mlp": backbone.use_double_wide_mlp,
+        "hidden_size_per_layer_input": backbone.hidden_size_per_layer_input,
+        "vocab_size_per_layer_input": backbone.vocab_size_per_layer_input or 0,
+        "enable_moe_block": backbone.enable_moe_block,
+        "num_experts": backbone.num_experts,
+        "moe_intermediate_size": backbone.expert_intermediate_dim,
+        "top_k_experts": backbone.num_experts_per_token if backbone.enable_moe_block else None,
+        "use_bidirectional_attention": "vision" if backbone.use_vision_bidirectional_attention else None,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    }
+
+
 TEXT = ModelType(
     name="gemma4_text",
+    lacks={Part.SIZE: LATER},
+    tensors=_tensors,
+    tensor_fields=(*DECODER_FIELDS, "head_dim"),
     adapt=_adapt,
     only={"use_bidirectional_attention": ("vision", None), "hidden_activation": (TANH, None)},
 )
-WITH_IMAGES = replace(TEXT, name="gemma4")
-ASSISTANT = ModelType(name="gemma4_assistant", adapt=_adapt, loads_head_of=("Gemma4AssistantForCausalLM",))
+WITH_IMAGES = replace(
+    TEXT, name="gemma4", tensors=None, lacks={Part.GGUF: OTHER_FILE, Part.EXPORT: LATER, Part.SIZE: LATER}
+)
+ASSISTANT = ModelType(
+    name="gemma4_assistant",
+    lacks=NO_GGUF | {Part.EXPORT: LATER, Part.SIZE: LATER},
+    adapt=_adapt,
+    loads_head_of=("Gemma4AssistantForCausalLM",),
+)
 FAMILY = Family(
     name="gemma4",
     title="Gemma 4",
     model_types=(TEXT, WITH_IMAGES, ASSISTANT),
     dense_experts=("Gemma4MoEBlock",),
+    exports={"Gemma4Backbone": Export(_export, model_types=("gemma4_text",))},
     gguf=(
         GgufArchitecture(
             name="gemma4",
+            model_types=("gemma4_text",),
             config=_gguf,
             block_names=_GGUF_BLOCK,
             top_names=_GGUF_TOP,

@@ -1,9 +1,4 @@
-"""GPT-2, whose ``Conv1D`` layers store matrices as (in, out), and the related models BLOOM, Falcon and GPT-NeoX.
-
-In a checkpoint of BLOOM, query, key and value are one matrix, head by head::
-
-    query_key_value   rows (heads, 3, head_dim)
-"""
+"""GPT-2, whose ``Conv1D`` layers store matrices as (in, out), and the related models Falcon and GPT-NeoX."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks
 from shardload.families.parts.config import Config
-from shardload.families.parts.conversion import Converter, Export, LayerSettings, byte_pair_tokenizer
+from shardload.families.parts.conversion import Export, LayerSettings
 from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer, Undo
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.tensors import TensorSpec, affine, norm
@@ -85,6 +80,7 @@ def _export_gpt_2(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
         "n_embd": backbone.hidden_dim,
         "n_layer": backbone.num_layers,
         "n_head": backbone.num_heads,
+        "n_inner": None if backbone.intermediate_dim == 4 * backbone.hidden_dim else backbone.intermediate_dim,
         "n_positions": backbone.max_sequence_length,
         "activation_function": layers.activation,
         "layer_norm_epsilon": layers.epsilon,
@@ -95,6 +91,7 @@ def _export_gpt_2(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
 
 GPT_2 = ModelType(
     name="gpt2",
+    has_conv1d=True,
     defaults={"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
     checks=Checks(
         ("layer_norm_epsilon", 1e-5), ("activation_function", "gelu_new"), arguments={"n_inner": "intermediate_dim"}
@@ -117,6 +114,7 @@ GPT_2_FAMILY = Family(
     gguf=(
         GgufArchitecture(
             name="gpt2",
+            model_types=("gpt2",),
             config=_gguf_gpt_2,
             block_names=_GPT_2_BLOCK,
             top_names=_GPT_2_TOP,
@@ -124,115 +122,8 @@ GPT_2_FAMILY = Family(
             undone=_CONV1D,
         ),
     ),
-    exports={"GPT2Backbone": Export(_export_gpt_2)},
+    exports={"GPT2Backbone": Export(_export_gpt_2, model_types=("gpt2",))},
     pre_tokenizers={"gpt-2": PreTokenizer(None), "default": PreTokenizer(None)},
-)
-
-
-_BLOOM_TOP = {
-    "token_embd": "transformer.word_embeddings",
-    "token_embd_norm": "transformer.word_embeddings_layernorm",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
-_BLOOM_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attention.query_key_value",
-    "attn_output": "self_attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
-}
-
-
-def _gguf_bloom(values: GgufValues) -> dict[str, Any]:
-    return model_entries(values, "bloom", "BloomForCausalLM") | {
-        "hidden_size": values.count("embedding_length"),
-        "n_layer": values.count("block_count"),
-        "n_head": values.count("attention.head_count"),
-        "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
-        "tie_word_embeddings": True,
-    }
-
-
-# ---- the converter, for KerasHub ----------------------------------------------------------------
-
-
-def _bloom_arguments(config: Config) -> dict[str, Any]:
-    return {
-        "vocabulary_size": config["vocab_size"],
-        "num_layers": config["n_layer"],
-        "num_heads": config["n_head"],
-        "hidden_dim": config["hidden_size"],
-        "intermediate_dim": 4 * config["hidden_size"],
-        "layer_norm_epsilon": config["layer_norm_epsilon"],
-    }
-
-
-def _port_bloom(backbone: Any, loader: Any, config: Config) -> None:
-    loader.port_weight(backbone.token_embedding.embeddings, "transformer.word_embeddings.weight")
-    _port_norm(backbone.embeddings_layer_norm, loader, "transformer.word_embeddings_layernorm")
-    _port_norm(backbone.layer_norm, loader, "transformer.ln_f")
-    for i, block in enumerate(backbone.transformer_layers):
-        _port_bloom_block(block, loader, f"transformer.h.{i}")
-
-
-def _port_bloom_block(block: Any, loader: Any, at: str) -> None:
-    attention = block._self_attention_layer
-    _port_norm(block._pre_attention_layernorm, loader, f"{at}.input_layernorm")
-    _port_norm(block._post_attention_layernorm, loader, f"{at}.post_attention_layernorm")
-    for i, layer in enumerate((attention._query_dense, attention._key_dense, attention._value_dense)):
-        _port_third(layer, loader, f"{at}.self_attention.query_key_value", i)
-    for layer, name in (
-        (attention._output_dense, "self_attention.dense"),
-        (block._mlp_intermediate_dense, "mlp.dense_h_to_4h"),
-        (block._mlp_output_dense, "mlp.dense_4h_to_h"),
-    ):
-        loader.port_weight(layer.kernel, f"{at}.{name}.weight", lambda value, _: value.T)
-        loader.port_weight(layer.bias, f"{at}.{name}.bias")
-
-
-def _port_third(layer: Any, loader: Any, name: str, which: int) -> None:
-    """Assign the query, key or value part (``which``: 0, 1, 2) of BLOOM's joint tensor ``name`` to a KerasHub layer."""
-
-    # Only reshape, index and transpose: the result is a view, from which `mapping` learns this third's bytes.
-    def kernel(value: Any, shape: Any) -> Any:
-        hidden, heads, width = shape
-        return value.reshape(heads, 3, width, hidden)[:, which].transpose(2, 0, 1)
-
-    loader.port_weight(layer.kernel, f"{name}.weight", kernel)
-    loader.port_weight(layer.bias, f"{name}.bias", lambda value, shape: value.reshape(shape[0], 3, shape[1])[:, which])
-
-
-def _port_norm(layer: Any, loader: Any, name: str) -> None:
-    loader.port_weight(layer.gamma, f"{name}.weight")
-    loader.port_weight(layer.beta, f"{name}.bias")
-
-
-BLOOM = ModelType(
-    name="bloom",
-    defaults={"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5},
-    checks=Checks(("layer_norm_epsilon", 1e-5)),
-    only={"apply_residual_connection_post_layernorm": (False, None)},
-    converter=Converter("BloomBackbone", _bloom_arguments, _port_bloom, byte_pair_tokenizer),
-)
-BLOOM_FAMILY = Family(
-    name="bloom",
-    title="BLOOM",
-    model_types=(BLOOM,),
-    gguf=(
-        GgufArchitecture(
-            name="bloom",
-            config=_gguf_bloom,
-            block_names=_BLOOM_BLOCK,
-            top_names=_BLOOM_TOP,
-            block="transformer.h",
-            undone={"attn_qkv": Undo.UNFUSE},
-        ),
-    ),
-    pre_tokenizers={
-        "bloom": PreTokenizer(r" ?[^(\s|.,!?…。，、।۔،)]+"),  # noqa: RUF001 - sentence ends of several scripts
-    },
 )
 
 

@@ -1,6 +1,6 @@
-"""GPT-OSS. A converter here reads unquantised experts, as training saves them; KerasHub's own reads only MXFP4.
+"""GPT-OSS. A converter here reads experts as plain tensors; KerasHub's own reads only MXFP4, a whole tensor at a time.
 
-Shapes of the unquantised tensors::
+Shapes of the plain tensors, and of those that are dequantised::
 
     experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
     experts.down_proj      (experts, in, out)
@@ -15,7 +15,15 @@ from typing import Any
 from shardload.families.parts import rope
 from shardload.families.parts.checks import Checks, by_layer_type, first_slides
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
-from shardload.families.parts.conversion import Converter, byte_pair_tokenizer, decoder_arguments, port_ends
+from shardload.families.parts.conversion import (
+    Converter,
+    Export,
+    LayerSettings,
+    byte_pair_tokenizer,
+    decoder_arguments,
+    exported_decoder,
+    port_ends,
+)
 from shardload.families.parts.gguf import BLOCK, CONTRACTIONS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.rope import Rotary
@@ -71,6 +79,25 @@ def _published(layers: int, experts: int) -> dict[str, Any]:
     rest |= {"rope_theta": 1.5e5, "rope_scaling": _YARN, "max_position_embeddings": 131072}
     dims = Dims(2880, layers, 64, 8, 2880)
     return published_decoder("gpt_oss", "GptOssForCausalLM", dims, vocab=201088, tied=False, **rest)
+
+
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    factor = backbone.rope_scaling_factor
+    return {
+        **exported_decoder(backbone, "gpt_oss", "GptOssForCausalLM"),
+        "intermediate_size": backbone.intermediate_dim,
+        "head_dim": backbone.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "num_local_experts": backbone.num_experts,
+        "num_experts_per_tok": backbone.top_k,
+        "sliding_window": backbone.sliding_window,
+        "swiglu_limit": 7.0,
+        "rope_theta": backbone.rope_max_wavelength,
+        # Without an entry, transformers 5 takes the scaling of the published models.
+        "rope_scaling": {"rope_type": "default"} if factor == 1.0 else {**_YARN, "factor": factor},
+        "tie_word_embeddings": False,
+    }
 
 
 _GGUF_BLOCK = {name: BLOCK[name] for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")} | {
@@ -148,10 +175,7 @@ GPT_OSS = ModelType(
     optional_part=OPTIONAL_OUTPUT_LAYER,
     converter=Converter(
         *("GptOssBackbone", _arguments, _port_weights, functools.partial(byte_pair_tokenizer, with_added=True)),
-        # KerasHub's converter decodes experts that are MXFP4 codes.
-        applies=lambda names: any(name.endswith(".experts.gate_up_proj") for name in names),
     ),
-    decodes="mxfp4",
     tensors=DecoderTensors(feed_forward=_tensors_of_block),
     tensor_fields=(*DECODER_FIELDS, "num_local_experts"),
     unstated_dtype="bfloat16",
@@ -162,10 +186,12 @@ FAMILY = Family(
     windows_without_self=("GptOssAttention", "GptOssTransformerDecoder"),
     dense_experts=("GptOssExperts",),
     model_types=(GPT_OSS,),
+    exports={"GptOssBackbone": Export(_export, "gpt-4o", ("gpt_oss",))},
     sizes={"gpt_oss_20b": _published(24, 32), "gpt_oss_120b": _published(36, 128)},
     gguf=(
         GgufArchitecture(
             name="gpt-oss",
+            model_types=("gpt_oss",),
             config=_gguf,
             block_names=_GGUF_BLOCK,
             bare=frozenset({"self_attn.sinks"}),

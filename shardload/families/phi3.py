@@ -7,18 +7,26 @@ gate_up_proj   gate, then up
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError
 from shardload.families.parts import rope
 from shardload.families.parts.checks import SILU, Checks, every_layer
-from shardload.families.parts.config import ROTARY, Config, decoder_defaults
-from shardload.families.parts.conversion import Converter, decoder_arguments, port_ends
+from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.conversion import (
+    Converter,
+    Export,
+    LayerSettings,
+    decoder_arguments,
+    exported_plain_decoder,
+    port_ends,
+)
 from shardload.families.parts.gguf import CONTRACTIONS, WORDS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, shortest
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import OPTIONAL_OUTPUT_LAYER
+from shardload.families.parts.tensors import DECODER_FIELDS, OPTIONAL_OUTPUT_LAYER, TensorSpec, has_output_layer
 from shardload.families.record import Family, ModelType
 
 _ROTARY = Rotary(1e4, is_partial=True)
@@ -101,6 +109,45 @@ def _port_block(block: Any, loader: Any, at: str) -> None:
     loader.port_weight(block.feedforward_output_dense.kernel, f"{at}.mlp.down_proj.weight", lambda value, _: value.T)
 
 
+# ---- and back -----------------------------------------------------------------------------------
+
+
+_PADDING = 32000
+"""Default of ``pad_token_id`` in transformers, which refuses to build a smaller vocabulary with it."""
+
+
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    scaling = None
+    if backbone.rope_scaling_type == "su":
+        factors = {"short_factor": backbone.rope_scaling_short_factor, "long_factor": backbone.rope_scaling_long_factor}
+        scaling = {"rope_type": "longrope", **factors}
+    return {
+        **exported_plain_decoder(backbone, "phi3", "Phi3ForCausalLM"),
+        **({} if backbone.vocabulary_size > _PADDING else {"pad_token_id": None}),
+        "max_position_embeddings": backbone.max_sequence_length,
+        "original_max_position_embeddings": backbone.pretraining_sequence_length,
+        "rope_scaling": scaling,
+        "sliding_window": None,
+    }
+
+
+def _tensors(config: Config) -> Iterator[TensorSpec]:
+    vocab, hidden, width = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden))
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        yield TensorSpec(f"{at}.self_attn.qkv_proj.weight", ((heads + 2 * kv_heads) * (hidden // heads), hidden))
+        yield TensorSpec(f"{at}.self_attn.o_proj.weight", (hidden, hidden))
+        yield TensorSpec(f"{at}.mlp.gate_up_proj.weight", (2 * width, hidden))
+        yield TensorSpec(f"{at}.mlp.down_proj.weight", (hidden, width))
+        yield TensorSpec(f"{at}.input_layernorm.weight", (hidden,), near_one=True)
+        yield TensorSpec(f"{at}.post_attention_layernorm.weight", (hidden,), near_one=True)
+    yield TensorSpec("model.norm.weight", (hidden,), near_one=True)
+    if has_output_layer(config):
+        yield TensorSpec("lm_head.weight", (vocab, hidden))
+
+
 PHI_3 = ModelType(
     name="phi3",
     defaults=ROTARY
@@ -108,6 +155,8 @@ PHI_3 = ModelType(
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "sliding_window": None},
     checks=Checks(("rms_norm_eps", 1e-5), SILU, _ROTARY, every_layer),
     optional_part=OPTIONAL_OUTPUT_LAYER,
+    tensors=_tensors,
+    tensor_fields=DECODER_FIELDS,
     converter=Converter(
         *("Phi3Backbone", _arguments, _port_weights),
         lambda cls, folder, **kwargs: cls(str(Path(folder) / "tokenizer.model"), **kwargs),
@@ -117,9 +166,23 @@ FAMILY = Family(
     name="phi3",
     title="Phi-3",
     model_types=(PHI_3,),
+    sizes={
+        "phi4": published_decoder(
+            *("phi3", "Phi3ForCausalLM", Dims(5120, 40, 40, 10, 17920)),
+            vocab=100352,
+            tied=False,
+            rms_norm_eps=1e-5,
+            rope_theta=250000.0,
+            max_position_embeddings=16384,
+            original_max_position_embeddings=16384,
+            sliding_window=None,
+        ),
+    },
+    exports={"Phi3Backbone": Export(_export, model_types=("phi3",))},
     gguf=(
         GgufArchitecture(
             name="phi3",
+            model_types=("phi3",),
             config=_gguf,
             block_names=_GGUF_BLOCK,
             rope_factors=frozenset({"rope_factors_long.weight", "rope_factors_short.weight"}),

@@ -1,23 +1,28 @@
-"""Qwen 2 and 2.5, Qwen 3, Qwen 3.5, and their mixtures of experts."""
+"""Qwen 2 and 2.5, and their mixtures of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from shardload.families.parts.checks import RMS_EPSILON, SILU, Checks, after_first_layers, by_layer_type, if_used
+from shardload.families.parts.checks import RMS_EPSILON, SILU, Checks, after_first_layers, by_layer_type
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
-from shardload.families.parts.conversion import Export, LayerSettings, exported_plain_decoder
+from shardload.families.parts.conversion import (
+    Export,
+    LayerSettings,
+    VariablePart,
+    expert_matrices,
+    exported_plain_decoder,
+)
 from shardload.families.parts.gguf import BLOCK, CONTRACTIONS, EXPERTS, WORDS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.rope import Rotary
 from shardload.families.parts.tensors import DECODER_FIELDS, DECODER_HEADS, DecoderTensors, TensorSpec, gated_mlp
 from shardload.families.record import Family, ModelType
 
-_MOE_FIELDS = (*DECODER_FIELDS, "num_experts", "moe_intermediate_size")
-_DEFAULTS = ROTARY | {"sliding_window": 4096, "use_sliding_window": False}
-_MOE_DEFAULTS = _DEFAULTS | {
+MOE_FIELDS = (*DECODER_FIELDS, "num_experts", "moe_intermediate_size")
+QWEN_DEFAULTS = ROTARY | {"sliding_window": 4096, "use_sliding_window": False}
+MOE_DEFAULTS = QWEN_DEFAULTS | {
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
     "router_aux_loss_coef": 0.001,
@@ -30,7 +35,7 @@ def _published_qwen_2(dims: Dims, *, vocab: int, tied: bool) -> dict[str, Any]:
     return published_decoder("qwen2", "Qwen2ForCausalLM", dims, vocab=vocab, tied=tied, **rest)
 
 
-def _lacking_dense_layers(config: Config, name: str) -> str | None:
+def lacking_dense_layers(config: Config, name: str) -> str | None:
     """Return an error's text if a layer of a mixture has no experts, which KerasHub cannot build; else ``None``."""
     layers, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step")
     dense = None if every == 1 else f"decoder_sparse_step={every}"
@@ -68,7 +73,7 @@ def _has_experts(config: Config, layer: int) -> bool:
     return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
-def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
+def experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
     """Yield name and shape of the tensors of a layer's feed-forward part: router and experts, or else a gated MLP."""
     if not _has_experts(config, layer):
         yield from gated_mlp(config, f"{at}.mlp")
@@ -78,8 +83,9 @@ def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
         yield from gated_mlp(config, f"{at}.mlp.experts.{i}", size="moe_intermediate_size")
 
 
-def _with_shared_expert(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
-    yield from _experts(config, layer, at)
+def experts_with_shared(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
+    """Yield what `experts` yields, and the tensors of the expert that computes every token."""
+    yield from experts(config, layer, at)
     if _has_experts(config, layer):
         yield from gated_mlp(config, f"{at}.mlp.shared_expert", size="shared_expert_intermediate_size")
         yield TensorSpec(f"{at}.mlp.shared_expert_gate.weight", (1, config["hidden_size"]))
@@ -96,9 +102,47 @@ def _export_qwen_2(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
     }
 
 
+def _export_qwen_2_moe(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    # As in `_export_qwen_2`. A window of the first layers, every other one, is off.
+    return {
+        **exported_plain_decoder(backbone, "qwen2_moe", "Qwen2MoeForCausalLM"),
+        **exported_experts(backbone),
+        "shared_expert_intermediate_size": backbone.shared_expert_intermediate_dim,
+        "qkv_bias": True,
+        "use_sliding_window": backbone.use_sliding_window_attention,
+        "sliding_window": backbone.sliding_window_size,
+        "max_window_layers": 0 if backbone.use_sliding_window_attention else backbone.num_layers,
+    }
+
+
+def exported_experts(backbone: Any) -> dict[str, Any]:
+    """Return the ``config.json`` entries about the experts of an exported mixture."""
+    return {
+        "moe_intermediate_size": backbone.moe_intermediate_dim,
+        "num_experts": backbone.num_experts,
+        "num_experts_per_tok": backbone.top_k,
+        "norm_topk_prob": backbone.norm_top_k_prob,
+        "decoder_sparse_step": backbone.decoder_sparse_step,
+        "mlp_only_layers": list(backbone.mlp_only_layers),
+    }
+
+
+def matrices_of_experts(backbone: Any, *, at: str = "model.layers") -> Iterator[VariablePart]:
+    """Yield the matrices of a mixture's experts; KerasHub's class has gate and up projection side by side.
+
+    ``at``: start of the names of a layer's tensors.
+    """
+    for i, block in enumerate(backbone.transformer_layers):
+        if hasattr(block.mlp, "expert_bank"):
+            bank, one = block.mlp.expert_bank, f"{at}.{i}.mlp.experts.{{}}"
+            yield from expert_matrices(bank._expert_feedforward_gate_dense, f"{one}.gate_proj.weight", half=0)
+            yield from expert_matrices(bank._expert_feedforward_gate_dense, f"{one}.up_proj.weight", half=1)
+            yield from expert_matrices(bank._expert_feedforward_output_dense, f"{one}.down_proj.weight")
+
+
 QWEN_2 = ModelType(
     name="qwen2",
-    defaults=_DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768),
+    defaults=QWEN_DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768),
     has_tie_argument=True,
     checks=Checks(RMS_EPSILON, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False)),
     heads=DECODER_HEADS,
@@ -114,20 +158,20 @@ def _slides(config: Config, i: int) -> bool:
 
 QWEN_2_MOE = ModelType(
     name="qwen2_moe",
-    defaults=_MOE_DEFAULTS
+    defaults=MOE_DEFAULTS
     | decoder_defaults(151936, 2048, 5632, 24, 16, kv=16, longest=32768)
     | {"num_experts": 60, "num_experts_per_tok": 4}
     | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     renamed={"num_experts": "num_local_experts"},
-    lacking=_lacking_dense_layers,
+    lacking=lacking_dense_layers,
     has_tie_argument=True,
     checks=Checks(RMS_EPSILON, SILU, Rotary(1e4), by_layer_type(_slides, always=False)),
     only={"qkv_bias": (True,)},
     heads=DECODER_HEADS,
-    tensors=DecoderTensors(reads_attention_bias=False, qkv_biases=True, feed_forward=_with_shared_expert),
-    tensor_fields=(*_MOE_FIELDS, "shared_expert_intermediate_size", "decoder_sparse_step"),
+    tensors=DecoderTensors(reads_attention_bias=False, qkv_biases=True, feed_forward=experts_with_shared),
+    tensor_fields=(*MOE_FIELDS, "shared_expert_intermediate_size", "decoder_sparse_step"),
 )
-QWEN_2_FAMILY = Family(
+FAMILY = Family(
     name="qwen2",
     title="Qwen",
     model_types=(QWEN_2, QWEN_2_MOE),
@@ -154,122 +198,17 @@ QWEN_2_FAMILY = Family(
     aliases={"qwen1.5_moe_2.7b": "qwen1.5_moe_a2.7b"},
     dense_experts=("QwenMoeExperts",),
     gguf=(
-        GgufArchitecture(name="qwen2", config=_gguf_qwen_2, block_names=BLOCK),
-        GgufArchitecture(name="qwen2moe", config=_gguf_qwen_2_moe, block_names=BLOCK | EXPERTS | _SHARED_EXPERT),
+        GgufArchitecture(name="qwen2", model_types=("qwen2",), config=_gguf_qwen_2, block_names=BLOCK),
+        GgufArchitecture(
+            name="qwen2moe",
+            model_types=("qwen2_moe",),
+            config=_gguf_qwen_2_moe,
+            block_names=BLOCK | EXPERTS | _SHARED_EXPERT,
+        ),
     ),
-    exports={"QwenBackbone": Export(_export_qwen_2, "qwen2")},
-    pre_tokenizers={"qwen2": PreTokenizer(CONTRACTIONS + WORDS % "")},
-)
-
-
-def _published_qwen_3(dims: Dims, *, tied: bool) -> dict[str, Any]:
-    rest: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0}
-    rest |= {"use_sliding_window": False, "sliding_window": None}
-    return published_decoder("qwen3", "Qwen3ForCausalLM", dims, vocab=151936, tied=tied, **rest)
-
-
-def _published_qwen_3_moe(dims: Dims, *, width: int) -> dict[str, Any]:
-    rest: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": width}
-    rest |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    return {
-        **_published_qwen_3(dims, tied=False),
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        **rest,
-    }
-
-
-def _complete_qwen_3_moe(config: dict[str, Any]) -> None:
-    heads = config.get("num_attention_heads")
-    if config["head_dim"] is None and isinstance(heads, int) and heads > 0:
-        config["head_dim"] = int(config["hidden_size"]) // heads
-
-
-_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-
-
-def _export_qwen_3(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
-    windowed = backbone.sliding_window_size is not None
-    return {
-        **exported_plain_decoder(backbone, "qwen3", "Qwen3ForCausalLM"),
-        "head_dim": backbone.head_dim,
-        "attention_bias": False,
-        "use_sliding_window": windowed,
-        "sliding_window": backbone.sliding_window_size,
-        "max_window_layers": 0 if windowed else backbone.num_layers,
-    }
-
-
-QWEN_3 = ModelType(
-    name="qwen3",
-    defaults=_DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768) | {"head_dim": 128},
-    has_tie_argument=True,
-    checks=Checks(
-        RMS_EPSILON, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False), has_unsized_windows=True
-    ),
-    heads=DECODER_HEADS,
-    tensors=DecoderTensors(normed_heads=True),
-    tensor_fields=DECODER_FIELDS,
-)
-QWEN_3_MOE = ModelType(
-    name="qwen3_moe",
-    defaults=_MOE_DEFAULTS
-    | decoder_defaults(151936, 2048, 6144, 24, 32, kv=4, longest=32768)
-    | {"head_dim": None, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    complete=_complete_qwen_3_moe,
-    renamed={"num_experts": "num_local_experts"},
-    lacking=_lacking_dense_layers,
-    has_tie_argument=True,
-    checks=Checks(RMS_EPSILON, SILU, Rotary(1e4), if_used, has_unsized_windows=True),
-    heads=DECODER_HEADS,
-    tensors=DecoderTensors(normed_heads=True, feed_forward=_experts),
-    tensor_fields=(*_MOE_FIELDS, "decoder_sparse_step"),
-)
-QWEN_3_FAMILY = Family(
-    name="qwen3",
-    title="Qwen 3",
-    model_types=(QWEN_3, QWEN_3_MOE),
-    sizes={
-        "qwen3_0.6b": _published_qwen_3(Dims(1024, 28, 16, 8, 3072), tied=True),
-        "qwen3_8b": _published_qwen_3(Dims(4096, 36, 32, 8, 12288), tied=False),
-        "qwen3_14b": _published_qwen_3(Dims(5120, 40, 40, 8, 17408), tied=False),
-        "qwen3_32b": _published_qwen_3(Dims(5120, 64, 64, 8, 25600), tied=False),
-        "qwen3_30b_a3b": _published_qwen_3_moe(Dims(2048, 48, 32, 4, 6144), width=768),
-        "qwen3_235b_a22b": _published_qwen_3_moe(Dims(4096, 94, 64, 4, 12288), width=1536),
+    exports={
+        "QwenBackbone": Export(_export_qwen_2, "qwen2", ("qwen2",)),
+        "QwenMoeBackbone": Export(_export_qwen_2_moe, "qwen2", ("qwen2_moe",), matrices_of_experts),
     },
-    aliases={"qwen3_moe_30b_a3b": "qwen3_30b_a3b", "qwen3_moe_235b_a22b": "qwen3_235b_a22b"},
-    dense_experts=("Qwen3MoeExperts",),
-    gguf=(
-        GgufArchitecture(
-            name="qwen3",
-            config=lambda values: decoder_entries(values, "qwen3", "Qwen3ForCausalLM") | _NO_WINDOW,
-            block_names=BLOCK,
-        ),
-        GgufArchitecture(
-            name="qwen3moe",
-            config=lambda values: (
-                decoder_entries(values, "qwen3_moe", "Qwen3MoeForCausalLM")
-                | expert_entries(values)
-                | {"norm_topk_prob": True, **_NO_WINDOW}
-            ),
-            block_names=BLOCK | EXPERTS,
-        ),
-    ),
-    exports={"Qwen3Backbone": Export(_export_qwen_3, "qwen2")},
-)
-
-
-QWEN_3_5 = ModelType(
-    name="qwen3_5",
-    only={"hidden_act": ("silu", "swish", None)},
-    outside={r"mtp\..+": "layers that predict several tokens ahead, which transformers leaves out too"},
-)
-QWEN_3_5_FAMILY = Family(
-    name="qwen3_5",
-    title="Qwen 3.5",
-    model_types=(QWEN_3_5, replace(QWEN_3_5, name="qwen3_5_moe")),
-    dense_experts=("Qwen3_5MoeExperts",),
-    gguf_refused=dict.fromkeys(
-        ("qwen35", "qwen35moe"), "it stores -exp(A_log), from which A_log cannot be recovered bit for bit"
-    ),
+    pre_tokenizers={"qwen2": PreTokenizer(CONTRACTIONS + WORDS % "")},
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from shardload.families.parts.checks import Checks, FieldDifference
@@ -17,6 +18,27 @@ from shardload.families.parts.config import Config
 from shardload.families.parts.conversion import Converter, Export
 from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer
 from shardload.families.parts.tensors import OptionalPart, TensorSpec
+
+
+class Part(StrEnum):
+    """What a family declares for each of its models, or says why not: see `ModelType.lacks`."""
+
+    EXPORT = "export"
+    """Models are written as Hugging Face folders: `Family.exports`."""
+    GGUF = "GGUF"
+    """GGUF files are read: `Family.gguf`."""
+    ADAPTERS = "adapters"
+    """Adapters of PEFT are merged into folders, and LoRA of models is written for PEFT. It needs no declaration."""
+    SIZE = "size"
+    """Published sizes can be planned and made up: `Family.sizes`."""
+
+
+LATER = "not done yet"
+"""`ModelType.lacks` of parts that shardload could have."""
+OTHER_FILE = "GGUF has text and images in two files, and the text model is read alone"
+"""`ModelType.lacks` of models whose vision tower is in a file of its own (``mmproj``)."""
+NO_GGUF = {Part.GGUF: "GGUF has no such architecture"}
+"""`ModelType.lacks` of models for which the package ``gguf`` lists no architecture; a test compares it."""
 
 
 def _nothing(_: Any) -> None:
@@ -48,6 +70,8 @@ class ModelType:
     """Field that KerasHub's converter reads → the name under which other versions of transformers write it."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Field with the configuration of a part of a model (``vision_config``) → its ``model_type``, if none is stated."""
+    optional_parts: frozenset[str] = frozenset()
+    """Those of `parts` that a configuration may omit, or set to null, because a model without them loads, too."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
     """Changes, in place, fields that KerasHub's converter understands differently than transformers does."""
     for_converter: Callable[[Config], Config] = lambda config: config
@@ -70,6 +94,8 @@ class ModelType:
     """Takes a configuration; yields the fields in it that KerasHub's class ignores, so that the model is refused."""
     pools_if: str | None = None
     """Field that is true if a model makes text embeddings: it ends in pooling layers, stored in their own folders."""
+    is_part: bool = False
+    """Whether it is a part of other models only (a vision tower), so that no folder has it as its ``model_type``."""
     is_image_model: bool = False
     attends_both_ways: bool = False
     """Whether to skip the check of ``is_causal``, because the model has no causal mask or transformers ignores it."""
@@ -91,18 +117,29 @@ class ModelType:
     """Takes a configuration, with defaults; yields name and shape of a checkpoint's tensors, in the file's order."""
     tensor_fields: tuple[str, ...] = ()
     """Fields that `tensors` reads. They are checked to be positive whole numbers before `tensors` is called."""
+    part_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Part of the configuration (``text_config``) that `tensors` reads → fields of it, which are checked likewise."""
+    tensor_lists: tuple[str, ...] = ()
+    """Fields with one number for each stage of a model, which `tensors` reads. They are checked to be lists of positive
+    whole numbers, all of one length."""
     norms_minus_one: bool = False
     """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1."""
+    has_conv1d: bool = False
+    """Whether linear layers are transformers' ``Conv1D``, which stores its weight as (in, out)."""
     converter: Converter | None = None
     """shardload's own converter, for a model that KerasHub has a class for, but no converter."""
-    decodes: str | None = None
-    """The quantisation method (``mxfp4``) whose tensors KerasHub's converter decodes; all others are refused."""
+    task: Callable[[Config], str | None] = lambda config: None
+    """Takes a configuration; returns the name of KerasHub's class for models that generate text, if the backbone's
+    class has several; ``None``: the one with the name of transformers' class, or with the shortest name."""
     loads_head_of: tuple[str, ...] = ()
     """Names of transformers' classes whose task head KerasHub can load; image classifiers need not be listed."""
     unstated_dtype: str = "float32"
     """Dtype of published checkpoints whose configuration states none, for a plan without their weights."""
     rounded_to: str | None = None
     """Dtype that KerasHub's converter rounds every tensor to when it reads a checkpoint; ``None``: it rounds none."""
+
+    lacks: Mapping[Part, str] = field(default_factory=dict)
+    """Part that the family does not have for these models → why not, as a clause for the documentation's table."""
 
     # ---- its tokenizer ------------------------------------------------------------------------
     tokenizer_class: str = "LlamaTokenizer"

@@ -165,7 +165,7 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 1000, 1 << 24, 1 << 15
 """Limits for layers, for any dim, and for the experts of all layers together: more than any model has.
 
 Without a limit, the list of tensors for a damaged configuration would fill the memory."""
-_LAYERS = ("num_hidden_layers", "n_layer")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 
 
 def transformers_tensors(config: Config) -> list[TensorSpec]:
@@ -181,8 +181,31 @@ def transformers_tensors(config: Config) -> list[TensorSpec]:
             f"{', '.join(sorted(listed))}"
         )
     config = completed(_with_current_keys(config))
+    for part, fields in known.part_fields.items():
+        if config.get(part) is None and part in known.optional_parts:
+            continue
+        if not isinstance(config.get(part), Mapping):
+            raise SourceError(f"its configuration sets {part}={config.get(part)!r:.60}, expected an object. Correct it")
+        config[part] = completed({"model_type": known.parts[part], **config[part]})
+        _check(config[part], (*fields, *model_type_of(config[part]).tensor_fields))
     _check(config, known.tensor_fields)
+    _check_lists(config, known.tensor_lists)
     return list(known.tensors(config))
+
+
+def _check_lists(config: Config, names: tuple[str, ...]) -> None:
+    lists = [config.get(name) for name in names]
+    for name, found in zip(names, lists, strict=True):
+        one_length = isinstance(found, list) and 0 < len(found) <= MAX_LAYERS and len(found) == len(lists[0] or ())
+        if not one_length or not all(type(n) is int and 0 < n <= MAX_SIZE for n in found or ()):
+            raise SourceError(
+                f"its configuration sets {name}={found!r:.60}, expected a whole number for each stage, in all of "
+                f"{', '.join(names)}. Correct it"
+            )
+    if sum((config.get("depths") or ()) if names else ()) > MAX_LAYERS:
+        raise SourceError(
+            f"its configuration sets depths={config['depths']!r:.60}, expected at most {MAX_LAYERS} layers"
+        )
 
 
 def _check(config: Config, sizes: tuple[str, ...]) -> None:

@@ -10,7 +10,6 @@ what a model computes, although every tensor fits. So each load takes three step
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from shardload.families.parts import rope
 from shardload.families.parts.checks import Checks, FieldDifference
 from shardload.families.parts.config import Config
 from shardload.families.registry import model_type_of
-from shardload.hub import built, fields, quantised
+from shardload.hub import built, fields, kerashub, quantised
 from shardload.hub.config_forms import config_beside
 from shardload.hub.fields import text_of
 from shardload.keras_bridge.hub_imports import backbone_of
@@ -31,7 +30,7 @@ from shardload.keras_bridge.layer_settings import (
 )
 from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
-from shardload.loaders.quantised.schemes import FIELD
+from shardload.loaders.quantised.parts import FIELD
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
@@ -51,7 +50,7 @@ def checked_fields(ignore: Sequence[str]) -> tuple[str, ...]:
 
 def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
     """Return the arguments of a KerasHub backbone that a configuration sets, but KerasHub's converter does not pass."""
-    found = _configured_arguments(manifest.config, inspect.signature(backbone_cls).parameters)
+    found = _configured_arguments(manifest.config, kerashub.parameters(backbone_cls))
     return found | _pooling_arguments(manifest)
 
 

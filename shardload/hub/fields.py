@@ -161,7 +161,8 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
     configured = checks.activation_names.get(configured, configured)
     wanted = _function(configured)
     # No attribute to compare: the class computes one fixed activation.
-    found = list(built.activations(backbone))
+    named = checks.activation_layer
+    found = [one for one in built.activations(backbone) if named is None or one[0].name == named]
     if not found and checks.has_activation is not None:
         if wanted is None or not _alike(wanted, _function(checks.has_activation)):
             yield FieldDifference(field, configured, checks.has_activation, (field,))

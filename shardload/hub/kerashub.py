@@ -169,7 +169,8 @@ def task_class_of(manifest: Manifest, convert: Any, backbone_cls: type) -> Any:
     else:
         return None
     found = classes_for(backbone_cls, base)
-    exact = architecture.replace("For", "", 1)  # an assistant shares its backbone's class with the model it assists
+    # An assistant shares its backbone's class with the model it assists, and BLIP-2 with OPT that with T5.
+    exact = model_type_of(manifest.config).task(manifest.config) or architecture.replace("For", "", 1)
     return min(found, key=lambda cls: (cls.__name__ != exact, len(cls.__name__), cls.__name__), default=None)
 
 
@@ -182,6 +183,7 @@ def registered_class(described: Mapping[str, Any], custom_objects: Mapping[str, 
 
 def parameters(cls: Any) -> Mapping[str, Any]:
     """Return the parameters of a constructor by name."""
+    # Not of the class: in Keras' NNX mode, its metaclass takes any arguments.
     return inspect.signature(cls.__init__).parameters
 
 

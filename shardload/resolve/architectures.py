@@ -50,22 +50,45 @@ def scaled(config: ArchitectureConfig, scale: float) -> ArchitectureConfig:
     """Return the architecture with smaller dims: the same heads, ``scale`` times the layers, widths and vocabulary."""
     if scale == 1.0:
         return dict(config)
-    small = dict(config)
-    _scale_widths(small, scale)
-    for key in ("num_hidden_layers", "n_layer"):
-        if key in config:
-            small[key] = max(2, round(config[key] * scale))
+    small = {
+        key: scaled(value, scale) if isinstance(value, dict) and _is_model(value) else value
+        for key, value in config.items()
+    }
+    if _is_model(config):
+        _scale_widths(small, scale)
+    _join_parts(small)
+    for key in _LAYERS & config.keys():
+        small[key] = max(2, round(config[key] * scale))
+    if "depths" in config:
+        small["depths"] = [max(2, round(depth * scale)) for depth in config["depths"]]
     for key in ("n_positions", "max_position_embeddings", "sliding_window"):
         if config.get(key):
             small[key] = max(64, _eighths(config[key] * scale))
     # An odd vocabulary stays odd: whether a mesh divides it is what makes it interesting.
-    small["vocab_size"] = max(512, _eighths(config["vocab_size"] * scale)) + config["vocab_size"] % 8
+    if "vocab_size" in config:
+        small["vocab_size"] = max(512, _eighths(config["vocab_size"] * scale)) + config["vocab_size"] % 8
     return small
 
 
+_HIDDEN = ("hidden_size", "n_embd", "dim", "d_model", "embed_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "num_heads")
+_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers"}
+_WIDTHS = (
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim", "embedding_size"),
+)
+"""Fields that published configurations have for sizes: of hidden states, heads, layers, and other widths."""
+
+
+def _is_model(config: ArchitectureConfig) -> bool:
+    """Whether a configuration has sizes itself, and not only in its parts (``text_config``)."""
+    return any(key in config for key in _HIDDEN)
+
+
 def _scale_widths(small: ArchitectureConfig, scale: float) -> None:
-    heads = small.get("num_attention_heads") or small["n_head"]
-    hidden_key = "hidden_size" if "hidden_size" in small else "n_embd"
+    heads = next(small[key] for key in _HEADS if key in small)
+    heads = heads[0] if isinstance(heads, list) else heads  # Swin's first stage, which has the hidden size
+    hidden_key = next(key for key in _HIDDEN if key in small)
     if "head_dim" in small:
         head_dim = _eighths(small["head_dim"] * scale)
         # Of most models it is head_dim, and stays so; of 27B it is hidden / heads, and stays as it is.
@@ -75,9 +98,16 @@ def _scale_widths(small: ArchitectureConfig, scale: float) -> None:
         small[hidden_key] = _eighths(small[hidden_key] * scale)
     else:  # heads divide the width, so scale the width of one head
         small[hidden_key] = heads * _eighths(small[hidden_key] / heads * scale)
-    for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+    for key in _WIDTHS:
         if key in small:
             small[key] = _eighths(small[key] * scale)
+
+
+def _join_parts(small: ArchitectureConfig) -> None:
+    """Set the widths, in a model's parts, that must be those of another part."""
+    for part, key, other in (("vision_config", "out_hidden_size", "text_config"),):
+        if key in small.get(part, {}):
+            small[part][key] = small[other]["hidden_size"]
 
 
 def _eighths(value: float) -> int:

@@ -204,6 +204,9 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 def _stream(file: Any, spec: TensorSpec, job: _Job, *, number: int, progress: Progress) -> None:
     """Write random values for one tensor at the file's current position; its ``number`` is a part of their seed."""
     size = math.prod(spec.shape)
+    if spec.is_zero:  # as the new file is
+        progress.advance(size * _item_bytes(job.dtype))
+        return
     for chunk in random_values(size, dtype=job.dtype, near_one=spec.near_one, seed=(job.seed, number)):
         view = chunk.data.cast("B")
         while view:  # a raw write may be partial

@@ -128,7 +128,11 @@ CONFIGS = {
         "audio_config": GEMMA4_AUDIO,
     },
     "gemma4_assistant": ASSISTANT,
-    "metaclip_2": {"vision_config": VISION, "text_config": TEXT, "projection_dim": 24},
+    "metaclip_2": {
+        "vision_config": {**VISION, "layer_norm_eps": 1e-5},
+        "text_config": {**TEXT, "layer_norm_eps": 1e-5, "eos_token_id": 2},
+        "projection_dim": 24,
+    },
     "paligemma": {"text_config": TEXT, "vision_config": VISION, "image_token_index": 47},
     "qwen3_5": {"text_config": QWEN3_5},
     "qwen3_5 vision": {"text_config": QWEN3_5, "vision_config": QWEN3_5_VISION},

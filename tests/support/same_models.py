@@ -7,6 +7,7 @@ import numpy as np
 
 import shardload
 from shardload.keras_bridge.model_state import own_layers
+from shardload.keras_bridge.variables import current_value
 
 
 def outcome(function):
@@ -58,7 +59,7 @@ def variables(model):
 
 def variable_differences(a, b):
     # The state in which Keras leaves a variable, private or not: value, dtype, place, initialiser, layout.
-    x, y = vars(a)["_value"], vars(b)["_value"]
+    x, y = current_value(a), current_value(b)
     facts = {
         "path": (a.path, b.path),
         "dtype": (x.dtype, y.dtype),

@@ -199,12 +199,21 @@ def peft(saved: Saved) -> Saved:
     }
 
 
+def in_a_video_model(saved: Saved) -> Saved:
+    """A detector of SAM 3 as the one of a `Sam3VideoModel`, without the tracker."""
+    config = {"model_type": "sam3_video", "architectures": ["Sam3Model"], "dtype": "float32"}
+    detector = {key: value for key, value in saved["json"]["config.json"].items() if key != "architectures"}
+    return _rename(
+        {**saved, "json": {"config.json": {**config, "detector_config": detector}}}, lambda n: f"detector_model.{n}"
+    )
+
+
 EDITS: dict[str, Callable[[Saved], Saved]] = {
     edit.__name__: edit
     for edit in (
         position_ids, inv_freq, causal_masks, batches_tracked, no_prefix, gamma_beta, tied_copy, tied_differing,
         one_layer_fewer, no_layer_norm, zero_token_types, no_architectures, defaults_left_out,
-        fp8_without_scales, peft,
+        fp8_without_scales, peft, in_a_video_model,
     )
 }  # fmt: skip
 """By name."""

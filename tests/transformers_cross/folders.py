@@ -16,6 +16,7 @@ Weights come from `weights.values`. Fixtures lie in one file per family, ``fixtu
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import struct
@@ -87,7 +88,10 @@ def _write_safetensors(path: Path, tensors: dict[str, str], fixture: dict[str, A
     blobs, end = [], 0
     for name, text in tensors.items():
         dtype, shape = parse(text)
-        blob = weights.to_bytes(tensor_values(name, shape, dtype, fixture), dtype)
+        if (stored := fixture.get("stored", {}).get(name)) is not None:
+            blob = base64.b64decode(stored)
+        else:
+            blob = weights.to_bytes(tensor_values(name, shape, dtype, fixture), dtype)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(blob)]}
         blobs.append(blob)
         end += len(blob)

@@ -30,6 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 VERSION = int(transformers.__version__.partition(".")[0])
 BASE_OUTPUTS = (
     "last_hidden_state", "pooler_output", "encoder_last_hidden_state", "logits_per_image", "logits_per_text",
+    "pred_masks", "pred_boxes", "pred_logits", "presence_logits", "semantic_seg",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def of(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         case "image":
             side = config["image_size"]
             return {"pixel_values": {"image": [BATCH, 3, side, side]}}
-        case "image and text" | "queries and text" | "image and text to text":
+        case "image and text" | "queries and text" | "image and text to text" | "queries and text to text":
             within = config.get("encoder", config)
             count = within.get("mm_tokens_per_image") or (16 if case.family == "paligemma" else 4)
             ids = np.random.RandomState(1).randint(FIRST_TOKEN, size, size=(BATCH, count + 8))
@@ -44,6 +44,12 @@ def of(case: Case, config: dict[str, Any]) -> dict[str, Any]:
             side = config["vision_config"]["image_size"]
             ids[:, -1] = text["eos_token_id"]
             return {"input_ids": ids.tolist(), "pixel_values": {"image": [BATCH, 3, side, side]}}
+        case "image and concept":
+            side = config["detector_config"]["vision_config"]["backbone_config"]["image_size"]
+            boxes = [[[0.5, 0.5, 0.5, 0.25]], [[0.25, 0.625, 0.375, 0.5]]]
+            return {
+                "input_ids": ids.tolist(), "pixel_values": {"image": [BATCH, 3, side, side]}, "input_boxes": boxes,
+            }  # fmt: skip
         case "patches and text":
             vision = config["vision_config"]
             values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
@@ -57,7 +63,11 @@ def of(case: Case, config: dict[str, Any]) -> dict[str, Any]:
 
 def expand(fed: dict[str, Any]) -> dict[str, np.ndarray]:
     """Arrays from what `of` gave."""
-    return {
-        name: weights.draw(name, tuple(value["image"])) / np.float32(64) if isinstance(value, dict) else np.array(value)
-        for name, value in fed.items()
-    }
+    return {name: _expanded(name, value) for name, value in fed.items()}
+
+
+def _expanded(name: str, value: Any) -> np.ndarray:
+    if isinstance(value, dict):
+        return np.asarray(weights.draw(name, tuple(value["image"])) / np.float32(64))
+    found = np.array(value)
+    return found.astype(np.float32) if found.dtype.kind == "f" else found

@@ -62,6 +62,8 @@ def _class_of(config: dict[str, Any]) -> Any:
     backbone = TransformersPresetLoader("", config).check_backbone_class()
     architecture = (config.get("architectures") or [""])[0]
     stem = backbone.__name__.removesuffix("Backbone")
+    if config.get("text_config", {}).get("model_type") == "t5":
+        return getattr(models, f"{stem}Seq2SeqLM")
     if "ForImageClassification" in architecture:
         return getattr(models, f"{stem}ImageClassifier", backbone)
     if not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
@@ -101,7 +103,7 @@ def compare(model: Any, fixture: dict[str, Any]) -> Outcome:
 NAMES = {
     "sequence_output": "last_hidden_state", "pooled_output": "pooler_output",
     "decoder_sequence_output": "last_hidden_state", "encoder_sequence_output": "encoder_last_hidden_state",
-    "vision_logits": "logits_per_image", "text_logits": "logits_per_text",
+    "vision_logits": "logits_per_image", "text_logits": "logits_per_text", "semantic_segs": "semantic_seg",
 }  # fmt: skip
 
 
@@ -122,13 +124,15 @@ def answers(model: Any, fixture: dict[str, Any]) -> dict[str, np.ndarray]:
     if not isinstance(answer, dict):
         is_task = isinstance(model, keras.Model) and model is not backbone
         return {**found, "logits" if is_task else "last_hidden_state": np.asarray(answer)}
+    if "pred_masks" in answer:  # channels last
+        answer["pred_masks"] = np.moveaxis(answer["pred_masks"], -1, 1)
     return found | {NAMES.get(name, name): np.asarray(value) for name, value in answer.items()}
 
 
 def feed(backbone: Any, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """PyTorch's inputs under KerasHub's names, with the masks and indices it wants."""
     wanted = backbone.input if isinstance(backbone.input, dict) else {"images": backbone.input}
-    made = {**_texts(backbone, given), **_images(wanted, given)}
+    made = {**_texts(backbone, given), **_images(wanted, given), **_boxes(given)}
     return {name: made[name] for name in wanted}
 
 
@@ -147,6 +151,15 @@ def _texts(backbone: Any, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]
         "decoder_token_ids": decoded, "decoder_padding_mask": np.ones(decoded.shape),
     }  # fmt: skip
     return {name: np.asarray(value, "int32") for name, value in made.items()}
+
+
+def _boxes(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """KerasHub wants the number of its image with each box, and takes a label where PyTorch has one by default."""
+    if "input_boxes" not in given:
+        return {}
+    boxes = given["input_boxes"]
+    images = np.broadcast_to(np.arange(len(boxes), dtype=boxes.dtype)[:, None, None], (*boxes.shape[:2], 1))
+    return {"boxes": np.concatenate([images, boxes], -1), "box_labels": np.ones(boxes.shape[:2], "int32")}
 
 
 def _images(wanted: dict[str, Any], given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -81,6 +81,8 @@ class Checks:
     that could be read."""
     activation_names: Mapping[str, str] = field(default_factory=dict)
     """Configured activation → the one that it really means: Gemma's first files say ``gelu`` for GELU's tanh form."""
+    activation_layer: str | None = None
+    """Name of the layers with this activation; ``None``: it is that of all layers, also in other parts of the model."""
     caps: Caps | None = None
     sets_windows: bool = False
     """Whether to set windows on the built layers, because KerasHub's constructor gives them to the wrong layers."""

@@ -8,7 +8,7 @@ with, which may differ from the arguments of its constructor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,6 +76,60 @@ class LayerSettings(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class VariablePart:
+    """A part of a KerasHub variable, and where its elements are in a tensor of Hugging Face.
+
+    It is needed where KerasHub's converter joins tensors, or computes with them, so that recording it tells no place.
+    """
+
+    variable: Any
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    """The part: in each dim of the variable, the indices from ``start`` up to, but not including, ``stop``."""
+    tensor: str
+    strides: tuple[int, ...]
+    """For each dim of the variable: by how many elements the position in the tensor grows from index to index."""
+    offset: int = 0
+    """Position in the tensor of the part's first element."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroRows:
+    """The first rows of a tensor of Hugging Face that KerasHub's class lacks; zeros are written for them.
+
+    They are negative zeros, because ``x + -0.0`` is ``x`` for every ``x``, and ``-0.0 + 0.0`` is not.
+    """
+
+    tensor: str
+    rows: int | None = None
+    """How many; ``None`` for the whole tensor."""
+
+
+def expert_matrices(variable: Any, tensors: str, *, half: int | None = None) -> Iterator[VariablePart]:
+    """Yield where the matrix of each expert in ``variable``, (experts, in, out), is stored: as a tensor (out, in).
+
+    ``{}`` in ``tensors`` is an expert's number. ``half``: 0 or 1 if each tensor has that half of the variable's
+    columns, because gate and up projection are side by side.
+    """
+    experts, inputs, width = variable.shape
+    first, last = (0, width) if half is None else (half * width // 2, (half + 1) * width // 2)
+    for i in range(experts):
+        start, stop = (i, 0, first), (i + 1, inputs, last)
+        yield VariablePart(variable, start, stop, tensors.format(i), (inputs * width, 1, inputs))
+
+
+def joined_outputs(layer: Any, names: Sequence[str]) -> Iterator[VariablePart]:
+    """Yield where the parts of a linear layer, whose outputs are those of several of Hugging Face, are stored."""
+    inputs, width = layer.kernel.shape
+    each = width // len(names)
+    for i, name in enumerate(names):
+        first, last = i * each, (i + 1) * each
+        yield VariablePart(layer.kernel, (0, first), (inputs, last), f"{name}.weight", (1, inputs))
+        if layer.bias is not None:
+            yield VariablePart(layer.bias, (first,), (last,), f"{name}.bias", (1,))
+
+
+@dataclass(frozen=True, slots=True)
 class Export:
     """How to write backbones of one KerasHub class for Hugging Face."""
 
@@ -88,6 +142,17 @@ class Export:
 
     A byte-pair tokenizer needs it in its ``tokenizer.json``, but a preset does not store it. ``None``: if a model has a
     byte-pair tokenizer, the written folder gets none, and a note says so. Other kinds of tokenizers do not need it."""
+    model_types: tuple[str, ...] = ()
+    """The ``model_type`` values of the configurations that `config` returns."""
+    parts: Callable[[Any], Iterator[VariablePart]] = lambda backbone: iter(())
+    """Takes a backbone; yields all parts of the variables whose values KerasHub's converter computes from tensors, as
+    it stacks experts. Of all other variables, the converter tells where they are."""
+    derived: Callable[[Any], tuple[Any, ...]] = lambda backbone: ()
+    """Takes a backbone; returns variables that KerasHub's converter computes from others: no tensor has them."""
+    without_pooler: bool = False
+    """Whether Hugging Face's class has a pooler and KerasHub's has none, so that a note says that none is written."""
+    zeros: tuple[ZeroRows, ...] = ()
+    """What Hugging Face's class has and KerasHub's lacks, and what changes nothing if it is zero."""
 
 
 def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:

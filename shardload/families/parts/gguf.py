@@ -76,6 +76,8 @@ class GgufArchitecture:
     """GGUF's name of a layer within a block (``attn_q``) → Hugging Face's (``self_attn.q_proj``)."""
     top_names: Mapping[str, str] = field(default_factory=lambda: TOP)
     """GGUF's name of a layer outside of blocks (``token_embd``) → Hugging Face's (``model.embed_tokens``)."""
+    model_types: tuple[str, ...] = ()
+    """The ``model_type`` values of the configurations that `config` returns."""
     block: str = "model.layers"
     """Start of Hugging Face's names of layers in blocks: all that comes before the number of the block."""
     bare: frozenset[str] = frozenset()

@@ -22,12 +22,26 @@ class TensorSpec:
     shape: tuple[int, ...]
     near_one: bool = False
     """Whether made-up values (``shardload synth``) are around one, like a norm's scales, instead of around zero."""
+    is_zero: bool = False
+    """Whether made-up values are zeros, because KerasHub's class lacks this tensor and loads no other values."""
+
+
+def has_output_layer(config: Config) -> bool:
+    """Whether a checkpoint has an output layer of its own, besides the embedding."""
+    # A base model (LlamaModel) has no output layer; a configuration without a class is taken for a generator's.
+    architecture = architecture_of(config)
+    return not config.get("tie_word_embeddings", True) and (not architecture or architecture.endswith(GENERATORS))
 
 
 def affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[TensorSpec]:
     """Yield name and shape of the matrix and the bias of the layer named ``at``; the bias has ``out`` elements."""
     yield TensorSpec(f"{at}.weight", shape)
     yield TensorSpec(f"{at}.bias", (out,))
+
+
+def dense(at: str, inputs: int, outputs: int) -> Iterator[TensorSpec]:
+    """Yield name and shape of the matrix and the bias of the linear layer named ``at``."""
+    yield from affine(at, (outputs, inputs), out=outputs)
 
 
 def norm(at: str, hidden: int) -> Iterator[TensorSpec]:
@@ -86,9 +100,7 @@ class DecoderTensors:
                 yield TensorSpec(f"{at}.pre_feedforward_layernorm.weight", (hidden,), one)
                 yield TensorSpec(f"{at}.post_feedforward_layernorm.weight", (hidden,), one)
         yield TensorSpec("model.norm.weight", (hidden,), one)
-        # A base model (LlamaModel) has no output layer; a configuration without a class is taken for a generator's.
-        architecture = architecture_of(config)
-        if not config.get("tie_word_embeddings", True) and (not architecture or architecture.endswith(GENERATORS)):
+        if has_output_layer(config):
             yield TensorSpec("lm_head.weight", (vocab, hidden))
 
     def _attention(self, config: Config, at: str) -> Iterator[TensorSpec]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from transformers_cross.cases.parts import DECODER, EXPERTS, FULL, HEAD_DIM, KV_1, SLIDING, TIED, Case, Config
+from transformers_cross.cases.parts import DECODER, EXPERTS, FULL, HEAD_DIM, KV_1, KV_3, SLIDING, TIED, Case, Config
 
 VISION: Config = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
@@ -49,6 +50,7 @@ def cases() -> Iterator[Case]:
     yield from _qwen_3_5("qwen3_5_moe", "Qwen3_5Moe", experts)
     yield from _metaclip_2()
     yield from _blip_2()
+    yield from _sam_3()
 
 
 def _gemma_3() -> Iterator[Case]:
@@ -154,6 +156,9 @@ def _qwen_3_5(family: str, stem: str, more: Config) -> Iterator[Case]:
     yield seen("vision, tied", {**whole, "text_config": {**text, **TIED}, **TIED})
     yield seen("vision, bfloat16", dtype="bfloat16")
     yield seen("vision, sharded", sharded=True)
+    odd = {**text, **KV_3, "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    wide = {**QWEN_VISION, "out_hidden_size": odd["hidden_size"]}
+    yield seen("vision, 3 KV heads", {**whole, "text_config": odd, "vision_config": wide})
     yield Case(family, "text", lm, whole, mesh="2x2")
     yield Case(family, "text, no linear attention", lm, {**whole, "text_config": {**text, "layer_types": [FULL] * 2}})
     yield Case(f"{family}_text", "text only", f"{stem}ForCausalLM", text)
@@ -167,13 +172,16 @@ def _metaclip_2() -> Iterator[Case]:
         "projection_dim": 24,
     }
 
-    def case(variant: str, **options: Any) -> Case:
+    def case(variant: str, config: Config = config, **options: Any) -> Case:
         return Case("metaclip_2", variant, "MetaClip2Model", config, ask="image beside text", **options)
 
     yield case("both")
     yield case("transformers 4", writer=4)
     yield case("bfloat16", dtype="bfloat16")
     yield case("position_ids", edits=("position_ids",))
+    text = {**config["text_config"], "num_attention_heads": 3, "hidden_size": 24, "hidden_act": "gelu"}
+    vision = {**config["vision_config"], "num_attention_heads": 5, "hidden_size": 40, "hidden_act": "gelu"}
+    yield case("3 and 5 heads", {**config, "text_config": text, "vision_config": vision})
 
 
 def _blip_2() -> Iterator[Case]:
@@ -188,9 +196,43 @@ def _blip_2() -> Iterator[Case]:
         "num_query_tokens": 4, "image_token_index": 63, "image_token_id": 63,
     }  # fmt: skip
 
-    def case(variant: str, **options: Any) -> Case:
+    def case(variant: str, config: Config = config, **options: Any) -> Case:
         return Case("blip-2", variant, "Blip2ForConditionalGeneration", config, ask="queries and text", **options)
 
     yield case("opt")
     yield case("opt, transformers 4", writer=4)
     yield case("opt, bfloat16", dtype="bfloat16")
+    odd = {
+        **config,
+        "vision_config": {**config["vision_config"], "hidden_size": 40, "num_attention_heads": 5},
+        "qformer_config": {**config["qformer_config"], "hidden_size": 24, "num_attention_heads": 3},
+        "text_config": {**opt, "hidden_size": 48, "num_attention_heads": 6, "word_embed_proj_dim": 48},
+    }
+    odd["qformer_config"] |= {"encoder_hidden_size": 40, "num_hidden_layers": 4, "cross_attention_frequency": 3}
+    yield case("opt, 3 to 6 heads", odd)
+    t5 = {
+        "model_type": "t5", "vocab_size": 64, "d_model": 48, "d_ff": 40, "d_kv": 8, "num_layers": 2, "num_heads": 3,
+        "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    # Transformers 5 writes no output layer of its own for T5, which KerasHub's class needs, but reads one.
+    yield replace(case("t5, transformers 4", {**odd, "text_config": t5}, writer=4), ask="queries and text to text")
+
+
+def _sam_3() -> Iterator[Case]:
+    part = {"num_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    tower = {**PART, "image_size": 32, "patch_size": 8, "pretrain_image_size": 16, "window_size": 2}
+    text = {**PART, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 64, "max_position_embeddings": 16}
+    vision = {
+        "backbone_config": {**tower, "model_type": "sam3_vit_model", "global_attn_indexes": [1]},
+        "fpn_hidden_size": 16, "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    }  # fmt: skip
+    detector = {
+        "model_type": "sam3", "vision_config": vision,
+        "text_config": {**text, "model_type": "clip_text_model", "hidden_act": "gelu", "projection_dim": 512},
+        "geometry_encoder_config": {**part, "roi_size": 3}, "detr_encoder_config": part,
+        "detr_decoder_config": {**part, "num_queries": 5, "num_layers": 2},
+        "mask_decoder_config": {"hidden_size": 16, "num_attention_heads": 2, "num_upsampling_stages": 3},
+    }  # fmt: skip
+    config = {"detector_config": detector}
+    asked: Config = {"ask": "image and concept", "edits": ("in_a_video_model",)}
+    yield Case("sam3_video", "detector", "Sam3Model", config, **asked)
