@@ -129,7 +129,8 @@ def execute_together(
     """
     if owners is None or not owners.exchanges:
         return execution.execute(plan, manifest, devices=devices, on_ready=on_ready, shardings=shardings, **options)
-    wanted = {b.name: (shardings or {}).get(b.name) or named_sharding(b.layout, devices) for b in bindings}
+    outputs = [output for binding in bindings for output in binding.outputs]
+    wanted = {o.name: (shardings or {}).get(o.name) or named_sharding(o.layout, devices) for o in outputs}
     exchange = VariableExchange(batches(owners, bindings, manifest), wanted, devices, meet=meet, on_ready=on_ready)
     try:
         # What is not exchanged is loaded on the refined mesh, too, and gets its own sharding at once.

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,16 +34,20 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from shardload.errors import BudgetError
 from shardload.manifest import Manifest
 from shardload.sharding.layout import Bounds
 from shardload.stores.store import UNIT_BYTES
+from shardload.transfer.budgets import SCRATCH_BYTES
 from shardload.transfer.byte_source import Verifier, source_kind
 from shardload.transfer.casts import needs_64_bits
 from shardload.transfer.direct_io import ALIGNMENT, DIRECT_THREADS, PIECE_BYTES, DirectReads
-from shardload.transfer.host_memory import Budget, UploadBuffer, UploadMemory, arena_bytes
+from shardload.transfer.encoded_variables import EncodedVariable
+from shardload.transfer.encoding import Output
+from shardload.transfer.host_memory import Budget, UploadBuffer, UploadMemory, arena_bytes, zeroed_memory
 from shardload.transfer.load_plan import BUDGET_PARTS, Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.placement import (
     Chunk,
@@ -50,6 +56,7 @@ from shardload.transfer.placement import (
     VariableTransfer,
     assemble,
     check_devices,
+    encoded_chunks,
     limited_chunks,
     named_sharding,
     place,
@@ -57,7 +64,6 @@ from shardload.transfer.placement import (
     widen,
     widens_on_device,
 )
-from shardload.transfer.planning import SCRATCH_BYTES
 from shardload.transfer.sources import byte_source
 from shardload.transfer.workers import BlockCopier, BlockTimes, Task, WorkerThreads, default_threads
 from shardload.units import exact_bytes
@@ -178,7 +184,9 @@ class _Upload:
     """Arrays on their way to the devices, and the host memory that JAX reads until they are ready."""
 
     arrays: Sequence[Any]
-    buffer: UploadBuffer
+    buffer: UploadBuffer | None
+    n_bytes: int
+    """Bytes to give back to the budget when they are ready."""
     then: Callable[[], None] | None
     """What to do when they are ready."""
 
@@ -210,25 +218,30 @@ class Transfer:
         self._must_take(self.threads * scratch + self.source.shared_bytes, "Scratch memory")
         self.uploads: deque[_Upload] = deque()
         self.copier = BlockCopier(self.source)
-        self.variables = [self._variable(t) for t in plan.bindings]
+        self.variables = self._variables()
+        decoded = max((block.host_bytes for block in plan.blocks if block.is_decoded), default=0)
+        free = self.budget.limit_bytes - self.budget.taken_bytes - decoded
         # The chunk that each (block, piece) belongs to.
         if placement == "adopt":
             self.chunks = whole_chunks(plan.blocks, self.variables)
-        else:
-            decoded = max((block.host_bytes for block in plan.blocks if block.is_decoded), default=0)
-            free = self.budget.limit_bytes - self.budget.taken_bytes - decoded
-            self.chunks = limited_chunks(plan.blocks, self.variables, free_bytes=free)
-            total = sum(arena_bytes([b.shape for b in v.shards], v.staged) for v in self.variables)
-            on_cpu = any(device.platform == "cpu" for device in devices)
-            self.upload_memory = UploadMemory(max(0, min(free, total)), misaligned=_MISALIGNED if on_cpu else 0)
-        self.complete: list[Chunk] = []
-        if placement == "adopt":
             # Mapping memory later would wait for the threads that touch it for the first time, and then block them.
             for chunk in dict.fromkeys(self.chunks.values()):
                 self._take(chunk)
-        # For uploads, buffers are taken when a block is submitted, so its destinations are unknown before.
+        else:
+            self.chunks = limited_chunks(plan.blocks, self.variables, plan.bindings, free_bytes=free)
+        self.chunks |= encoded_chunks(plan.blocks, self.variables, manifest.tensors, free_bytes=free)
+        distinct = {id(v): v for v in self.variables}.values()
+        staged = [v for v in distinct if placement == "upload" or v.encoded is not None]
+        total = sum(arena_bytes([b.shape for b in v.shards], v.staged) for v in staged)
+        on_cpu = any(device.platform == "cpu" for device in devices)
+        self.upload_memory = UploadMemory(max(0, min(free, total)), misaligned=_MISALIGNED if on_cpu else 0)
+        self.complete: list[Chunk] = []
+        self.encoded: list[tuple[VariableTransfer, EncodedVariable]] = []
+        """Variables that are encoded completely, to be placed together."""
+        self.moving = threading.Lock()
+        # Buffers of what is staged are taken when a block is submitted, so its destinations are unknown before.
         alone = (run.start for run in plan.runs if len(run) == 1)
-        early = (index for index in alone if plan.blocks[index].how == "staged" and placement == "adopt")
+        early = (index for index in alone if plan.blocks[index].how == "staged" and self._has_memory(index))
         self.tasks = {index: self._task_of(index) for index in itertools.islice(early, PREPARED)}
         self.shardings = shardings
         self.sharding_of_layout = functools.cache(lambda layout: named_sharding(layout, devices))
@@ -239,7 +252,8 @@ class Transfer:
     ) -> None:
         """Read all blocks and pass each complete variable to ``on_ready``; return when the last upload has finished."""
         self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
-        for variable in self.variables:  # without elements, so no block completes them
+        # Without elements to load, so no block completes them.
+        for variable in {id(v): v for v in self.variables}.values():
             if not variable.chunks_left:
                 self._place(Chunk(variable, Bounds.whole(variable.binding.view.shape)))
         most = min(self.threads * _QUEUED_PER_THREAD, BUDGET_PARTS)
@@ -253,6 +267,7 @@ class Transfer:
             self._place_complete()  # a core is free
         while self.uploads:
             self._finish_upload()
+        self._finish_encoded()
 
     def close(self) -> None:
         """Stop the workers, close all files and drop references to shard memory; needed after an error too."""
@@ -266,13 +281,30 @@ class Transfer:
         self.tasks.clear()
         self.chunks.clear()
         self.complete.clear()
+        self.encoded.clear()
         self.uploads.clear()
 
-    def _variable(self, binding: Binding) -> VariableTransfer:
-        stored = self.manifest.tensors[binding.view.tensor].dtype
-        widens = self.placement == "upload" and widens_on_device(stored, binding.dtype)
+    def _variables(self) -> list[VariableTransfer]:
+        """Return the variable that each binding fills; several bindings may fill one array."""
+        parts: dict[str | int, list[Binding]] = {}
+        for i, binding in enumerate(self.plan.bindings):
+            parts.setdefault(i if binding.box is None else binding.name, []).append(binding)
+        found = {key: self._variable(of_array) for key, of_array in parts.items()}
+        return [found[i if b.box is None else b.name] for i, b in enumerate(self.plan.bindings)]
+
+    def _variable(self, parts: Sequence[Binding]) -> VariableTransfer:
+        stored, binding = {self.manifest.tensors[part.view.tensor].dtype for part in parts}, parts[0]
+        if binding.encoding is not None:
+            shards = local_bounds(binding.layout, binding.view.shape, self.plan.positions)
+            encoded = EncodedVariable(binding, self.plan.positions)
+            return VariableTransfer(binding, shards, binding.dtype, encoded=encoded)
+        widens = self.placement == "upload" and len(stored) == 1 and widens_on_device(min(stored), binding.dtype)
         shards = local_bounds(binding.layout, binding.view.shape, self.plan.positions)
-        return VariableTransfer(binding, shards, stored if widens else binding.dtype)
+        padded = sum(part.filled.size for part in parts) < math.prod(binding.view.shape)
+        return VariableTransfer(binding, shards, min(stored) if widens else binding.dtype, padded=padded)
+
+    def _has_memory(self, index: int) -> bool:
+        return all(self.chunks[index, p].buffers for p in range(len(self.plan.blocks[index].pieces)))
 
     def _jobs(self) -> Iterator[list[range]]:
         """Yield the jobs for the threads: lists of runs (ranges of blocks read together). Short runs share a job."""
@@ -310,6 +342,8 @@ class Transfer:
         else:
             self.source.open(first.path)
         ready = self.tasks.pop(run.start, None)
+        chunks = [self.chunks[index, p] for index in run for p in range(len(self.plan.blocks[index].pieces))]
+        to_encode = [chunk for chunk in chunks if chunk.variable.encoded is not None]
 
         def move() -> BlockTimes:
             tasks = [ready] if ready else [self._task_of(index, alone=len(run) == 1) for index in run]
@@ -318,9 +352,20 @@ class Transfer:
             moved = self.copier.move(tasks[0]) if len(tasks) == 1 else self.copier.move_together(tasks)
             for task in tasks:
                 self.source.release(task.block)
-            return moved
+            return moved + self._encode(to_encode) if to_encode else moved
 
         return move
+
+    def _encode(self, chunks: Sequence[Chunk]) -> BlockTimes:
+        """Note a moved block for each of ``chunks``, and encode those that are complete; called on the threads."""
+        began = time.perf_counter()
+        for chunk in chunks:
+            with self.moving:
+                chunk.unmoved -= 1
+                complete = not chunk.unmoved
+            if complete:
+                chunk.encode()
+        return BlockTimes(0.0, time.perf_counter() - began)
 
     def _task_of(self, index: int, *, alone: bool = True) -> Task:
         block = self.plan.blocks[index]
@@ -331,25 +376,36 @@ class Transfer:
         return Task.of(block, tensor, parts) if alone else Task(block, tensor, parts)
 
     def _open(self, chunk: Chunk) -> None:
-        if not chunk.variable.started:
-            chunk.variable.started = True
-            self.on_start(chunk.variable.binding.name)
+        variable = chunk.variable
+        if not variable.started:
+            variable.started = True
+            for output in variable.binding.outputs:
+                self.on_start(output.name)
+            if variable.encoded is not None:
+                # Where devices have memory of their own, what is uploaded in pieces is never whole on the host.
+                variable.encoded.take_memory(first=self.placement == "adopt" or variable.chunks_left == 1)
         if not chunk.buffers:
             self._take(chunk)
 
     def _take(self, chunk: Chunk) -> None:
         n_bytes = 0
-        if self.placement == "upload":
+        if self.placement == "upload" or chunk.variable.encoded is not None:
             n_bytes = arena_bytes([box.shape for box in chunk.common.values()], chunk.variable.staged)
         if not n_bytes:
-            chunk.take_memory()
+            chunk.take_memory(zeroed_memory if chunk.variable.padded else None)
             return
-        self._must_take(n_bytes, f"A piece of variable {chunk.variable.binding.name!r}")
+        if self.placement == "upload" and chunk.variable.encoded is not None:
+            chunk.result_bytes = (
+                chunk.variable.encoded.nbytes * chunk.box.size // math.prod(chunk.variable.binding.view.shape)
+            )
+        self._must_take(n_bytes + chunk.result_bytes, f"A piece of variable {chunk.variable.binding.name!r}")
 
         def allocate(wanted: int) -> NDArray[np.uint8]:
             while (buffer := self.upload_memory.take(n_bytes)) is None and self.uploads:
                 self._finish_upload()
             chunk.upload = buffer or self.upload_memory.take_apart(n_bytes)
+            if not chunk.blocks_left:  # a shard without anything to load is all zero
+                chunk.upload.memory[:wanted] = 0
             return chunk.upload.memory[:wanted]
 
         chunk.take_memory(allocate)
@@ -386,8 +442,11 @@ class Transfer:
                     if not chunk.blocks_left:
                         self.complete.append(chunk)
             self.progress(sum(self.plan.blocks[index].read_bytes for index in indices))
-            if self.placement == "upload" or len(self.complete) >= _PLACED_TOGETHER:
+            encoded = any(chunk.variable.encoded is not None for chunk in self.complete)
+            if encoded or self.placement == "upload" or len(self.complete) >= _PLACED_TOGETHER:
                 self._place_complete()
+            if len(self.encoded) >= _PLACED_TOGETHER // 2:  # two or more arrays each
+                self._finish_encoded()
             # Free without waiting: budget that is returned early keeps the workers busy.
             while self.uploads and all(a.is_ready() for a in self.uploads[0].arrays):
                 self._finish_upload()
@@ -399,6 +458,9 @@ class Transfer:
 
     def _place(self, chunk: Chunk) -> None:
         variable, binding = chunk.variable, chunk.variable.binding
+        if variable.encoded is not None:
+            self._place_encoded(chunk, variable.encoded)
+            return
         sharding = self.shardings.get(binding.name, None) or self.sharding_of_layout(binding.layout)
         then = None
         if chunk.box == Bounds.whole(binding.view.shape):
@@ -414,9 +476,58 @@ class Transfer:
             then = functools.partial(self._write, variable, pieces)
         # Not given back yet: JAX reads the buffers until the transfer to the device has finished.
         if chunk.upload is not None:
-            self.uploads.append(_Upload(uploaded, chunk.upload, then))
+            self.uploads.append(_Upload(uploaded, chunk.upload, chunk.upload.n_bytes, then))
         # JAX keeps what it adopted; everything else is free now.
         chunk.buffers, chunk.stack, chunk.upload = {}, None, None
+
+    def _place_encoded(self, chunk: Chunk, encoded: EncodedVariable) -> None:
+        """Free the memory of an encoded chunk, and pass on what was computed if the chunk was the last one."""
+        pieces_of_shards = chunk.results
+        assert chunk.upload is not None
+        self.upload_memory.give_back(chunk.upload)
+        self.budget.give_back(chunk.upload.n_bytes)
+        chunk.buffers, chunk.stack, chunk.upload, chunk.results = {}, None, None, []
+        variable = chunk.variable
+        if pieces_of_shards:
+            output = encoded.binding.outputs[0]
+            if variable.incremental is None:
+                variable.incremental = IncrementalArray(output.shape, output.dtype, self._sharding(output))
+            pieces = [one for shards in pieces_of_shards for one in variable.incremental.upload(shards)]
+            then = functools.partial(self._write_encoded, variable, encoded, pieces)
+            self.uploads.append(_Upload([one.array for one in pieces], None, chunk.result_bytes, then))
+            return
+        encoded.boxes_left -= 1
+        if not encoded.boxes_left:
+            self.encoded.append((variable, encoded))
+        self.budget.give_back(chunk.result_bytes)
+
+    def _write_encoded(
+        self, variable: VariableTransfer, encoded: EncodedVariable, pieces: Sequence[UploadedPiece]
+    ) -> None:
+        assert variable.incremental is not None
+        variable.incremental.write(pieces)
+        encoded.boxes_left -= 1
+        if not encoded.boxes_left:
+            self.encoded.append((variable, encoded))
+
+    def _finish_encoded(self) -> None:
+        """Pass the variables that were computed from complete ones to ``on_ready``."""
+        done, self.encoded = self.encoded, []
+        for variable, encoded in done:
+            for output, shards in zip(encoded.binding.outputs, encoded.shards, strict=True):
+                if output.constant is not None:
+                    array = place(output.constant, output.layout, self.devices)
+                elif not shards:
+                    assert variable.incremental is not None
+                    array, variable.incremental = variable.incremental.finish(), None
+                else:
+                    array = assemble(output.shape, self._sharding(output), shards)
+                self.on_ready(output.name, array)
+            encoded.shards.clear()
+
+    def _sharding(self, output: Output) -> NamedSharding:
+        found: NamedSharding = self.shardings.get(output.name) or self.sharding_of_layout(output.layout)
+        return found
 
     def _write(self, variable: VariableTransfer, pieces: Sequence[UploadedPiece]) -> None:
         assert variable.incremental is not None
@@ -430,7 +541,8 @@ class Transfer:
         upload = self.uploads.popleft()
         for array in upload.arrays:
             array.block_until_ready()
-        self.upload_memory.give_back(upload.buffer)
-        self.budget.give_back(upload.buffer.n_bytes)
+        if upload.buffer is not None:
+            self.upload_memory.give_back(upload.buffer)
+        self.budget.give_back(upload.n_bytes)
         if upload.then is not None:
             upload.then()

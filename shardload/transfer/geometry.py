@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -94,14 +94,23 @@ def regions(tensor: Tensor) -> Iterator[Region]:
                 yield Region(extent.path, extent.offset, math.prod(shape), origin, shape, packed)
 
 
-def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | None:
-    """Return the part of a variable's view that a region contains; None if the region contains none of its elements."""
-    if 0 in view.shape:
+def view_in_region(view: View, tensor: Tensor, region: Region, box: Bounds | None = None) -> RegionView | None:
+    """Return the part of a variable's view that a region contains; None if the region contains none of its elements.
+
+    ``box`` is the part of the variable that the view fills, if not all of it (`shardload.transfer.load_plan.Binding`).
+    """
+    if 0 in (view.shape if box is None else box.shape):
         return None
     if region.origin is None:
-        return RegionView(view, Bounds.whole(view.shape))
+        return RegionView(view, Bounds.whole(view.shape) if box is None else box)
+    if box is not None:
+        part = View(view.tensor, address(view, box.start), box.shape, view.strides)
+        found = view_in_region(part, tensor, region)
+        return None if found is None else _in_array(found, view.shape, box.start)
     if not math.prod(tensor.shape):
         return None
+    tensor, region = _with_split_dims(view, tensor, region)
+    assert region.origin is not None
     # Where the view starts in the tensor, and which dim of the tensor each of its dims walks along.
     dims = _dims(view, tensor)
     first = tuple(view.offset // t % n for t, n in zip(c_strides(tensor.shape), tensor.shape, strict=True))
@@ -121,6 +130,38 @@ def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | N
     # Negative where the view starts before the chunk; only elements of the box are ever addressed.
     offset = sum((i - a) * t for i, a, t in zip(first, region.origin, inner, strict=True))
     return RegionView(View(view.tensor, offset, view.shape, strides), Bounds(tuple(start), tuple(stop)))
+
+
+def _with_split_dims(view: View, tensor: Tensor, region: Region) -> tuple[Tensor, Region]:
+    """Return a tensor and one of its chunks with more dims, where a view splits a dim into several, such as heads.
+
+    A dim is split only where chunks are as well: (heads * 4) in chunks of 8 becomes (heads, 4) in chunks of (2, 4).
+    """
+    assert region.origin is not None
+    strides = sorted({t for n, t in zip(view.shape, view.strides, strict=True) if n > 1}, reverse=True)
+    # Of each dim: length in the tensor, length in the chunk, and where the chunk starts.
+    dims: list[tuple[int, int, int]] = []
+    for dim, t in zip(
+        zip(tensor.shape, region.shape, region.origin, strict=True), c_strides(tensor.shape), strict=True
+    ):
+        dims.append(dim)
+        for stride in strides:
+            step, rest = divmod(stride, t)
+            n, c, a = dims[-1]
+            if not rest and 1 < step < n and not n % step and not c % step:
+                dims[-1:] = [(n // step, c // step, a // step), (step, step, 0)]
+    if len(dims) == len(tensor.shape):
+        return tensor, region
+    shape, chunk, origin = zip(*dims, strict=True)
+    return replace(tensor, shape=shape), replace(region, shape=chunk, origin=origin)
+
+
+def _in_array(seen: RegionView, shape: tuple[int, ...], origin: tuple[int, ...]) -> RegionView:
+    """Return what is seen of a part of an array, in the indices of the array: the part begins at ``origin``."""
+    view, start, stop = seen.view, seen.box.start, seen.box.stop
+    offset = view.offset - sum(o * t for o, t in zip(origin, view.strides, strict=True))
+    first, last = (tuple(i + o for i, o in zip(edge, origin, strict=True)) for edge in (start, stop))
+    return RegionView(View(view.tensor, offset, shape, view.strides), Bounds(first, last))
 
 
 def _dims(view: View, tensor: Tensor) -> list[int | None]:
@@ -217,15 +258,20 @@ def address(view: View, index: tuple[int, ...]) -> int:
     return view.offset + sum(i * t for i, t in zip(index, view.strides, strict=True))
 
 
+def within(view: View, box: Bounds | None) -> View:
+    """Return the part of a view in a box of its indices; all of it without a box."""
+    return view if box is None else View(view.tensor, address(view, box.start), box.shape, view.strides)
+
+
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Return how many elements of the tensor lie from the first to the last element of a non-empty box, inclusive."""
     return sum((n - 1) * t for n, t in zip(shape, strides, strict=True)) + 1
 
 
-def is_injective(view: View) -> bool:
-    """Whether a view has each element of the tensor at most once: a direct read sends each byte to a single place."""
+def is_injective(view: View, box: Bounds) -> bool:
+    """Whether a box of a view has each element of the tensor at most once, so that each byte has a single place."""
     # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
-    ordered = Ordered.of(view, Bounds.whole(view.shape))
+    ordered = Ordered.of(view, box)
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
     return all(n == 1 or t >= i for n, t, i in zip(ordered.shape, ordered.strides, inner, strict=True))
 

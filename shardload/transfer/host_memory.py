@@ -44,6 +44,14 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
     return raw[start : start + n_bytes]
 
 
+def zeroed_memory(n_bytes: int) -> NDArray[np.uint8]:
+    """Allocate ``n_bytes`` of zeros, as `memory` does."""
+    area = memory(n_bytes)
+    if n_bytes < MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):  # a new mapping is zero already
+        area[...] = 0
+    return area
+
+
 def _mapping(n_bytes: int) -> tuple[mmap.mmap, int]:
     """Map memory; return the mapping and where in it the ``n_bytes`` begin, on a huge page if there is one."""
     huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0

@@ -37,6 +37,7 @@ from shardload.manifest import Manifest, Packed, View
 from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.stores.location import Location
+from shardload.transfer.encoding import Encoding, Output
 from shardload.transfer.geometry import SKIP_BYTES
 from shardload.units import exact_bytes
 
@@ -70,11 +71,30 @@ class Binding:
     # Not compared: `==` on Keras variables compares their values and returns an array.
     variable: Any = field(default=None, compare=False, repr=False)
     """The ``keras.Variable``, for the caller's use; a transfer neither reads nor assigns the variable."""
+    encoding: Encoding | None = field(default=None, compare=False, repr=False)
+    """What to compute from the variable while it is loaded: devices then store the results. ``dtype`` and ``layout``
+    are those in which the variable is staged on the host."""
+    box: Bounds | None = None
+    """The part of the array that the view fills, if several bindings of the same name fill one array, or if a part of
+    the array has no tensor: that part is zero. The view has the shape of the whole array, but only indices in the box
+    address elements of the tensor; its offset may be negative. ``None``: the view fills the array."""
+
+    @property
+    def filled(self) -> Bounds:
+        """The part of the array that the view fills: the whole array, unless `box` says otherwise."""
+        return Bounds.whole(self.view.shape) if self.box is None else self.box
 
     @classmethod
     def unsharded(cls, name: str, view: View, dtype: np.dtype[Any], variable: Any) -> Binding:
         """Return a binding without a chosen layout: it has a stand-in (all on one device) that the caller replaces."""
         return cls(name, view, dtype, Layout.replicated(ONE_DEVICE, len(view.shape)), variable)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The variables that devices store: this one, or those that are computed from it."""
+        if self.encoding is not None:
+            return self.encoding.outputs
+        return (Output(self.name, self.view.shape, self.dtype, self.layout, self.variable),)
 
 
 How = Literal["direct", "staged", "packed", "decoded"]
@@ -193,10 +213,18 @@ class LoadPlan:
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Most bytes of host memory that scratch and decoding may take at a time; shard buffers do not count."""
+        """Most bytes of host memory that scratch, decoding and encoding may take; shard buffers do not count."""
         # The transfer has at most BUDGET_PARTS jobs in flight; at worst, they are the largest.
         each = itertools.chain(self._together(), (b.host_bytes for b in self.blocks))
-        return min(sum(sorted(each, reverse=True)[:BUDGET_PARTS]), self.host_memory_bytes)
+        jobs = sum(sorted(each, reverse=True)[:BUDGET_PARTS])
+        return min(jobs + sum(map(self._encoded_bytes, self.bindings)), self.host_memory_bytes)
+
+    def _encoded_bytes(self, binding: Binding) -> int:
+        """Return the bytes of a variable that is staged on this host to be encoded; 0 for others."""
+        if binding.encoding is None:
+            return 0
+        boxes = local_bounds(binding.layout, binding.view.shape, self.positions)
+        return sum(box.size for box in boxes) * binding.dtype.itemsize
 
     def _together(self) -> Iterator[int]:
         """Yield how many bytes each run (of two or more blocks that are read together) reads."""

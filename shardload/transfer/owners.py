@@ -203,10 +203,11 @@ def plan_owners(
         # Repeated layers are decided once; chunks may lie differently in each tensor.
         own = tensor.name if isinstance(tensor.storage, Chunked) else (type(tensor.storage), tensor.stored_bytes)
         view = binding.view
-        key = (tensor.shape, tensor.dtype, own, view.shape, view.strides, binding.layout, binding.dtype)
-        if key not in chosen:
-            chosen[key] = _choice(tensor, binding, grid, replicas)
-        choices.append(chosen[key])
+        key = (tensor.shape, tensor.dtype, own, view.shape, view.strides, binding.layout, binding.dtype, binding.box)
+        encodes = binding.encoding is not None
+        if (*key, encodes) not in chosen:
+            chosen[*key, encodes] = _choice(tensor, binding, grid, replicas)
+        choices.append(chosen[*key, encodes])
     if replicas == "auto":
         is_remote = any(path.store.is_remote for path in manifest.files)
         slower = _why_slower(choices, grid, read_rate=_REMOTE if is_remote else _FILES, rate=_CPU if on_cpu else _LINKS)
@@ -231,6 +232,8 @@ def _why_slower(choices: Sequence[OwnerChoice], grid: ProcessGrid, *, read_rate:
 
 def _choice(tensor: Tensor, binding: Binding, grid: ProcessGrid, replicas: Replicas) -> OwnerChoice:
     target, view = grid.refined(binding.layout), binding.view
+    if binding.box is not None:
+        return OwnerChoice("read", "several tensors make up the array", target, target)
     once = tensor.stored_bytes * min(math.prod(view.shape), tensor.size) // max(1, tensor.size)
     read = _read_together(tensor, view, target, grid)
 
@@ -241,6 +244,8 @@ def _choice(tensor: Tensor, binding: Binding, grid: ProcessGrid, replicas: Repli
         return as_needed("alone", "no two processes read the same bytes")
     if replicas == "read":
         return as_needed("read", "replicas='read'")
+    if binding.encoding is not None:
+        return as_needed("read", "it is quantised while it is loaded, by each process for its own devices")
     if once <= SMALL_BLOCK_BYTES:
         return as_needed("read", "it is small: it is read together with its neighbours in the file")
     if binding.dtype.itemsize not in (1, 2, 4, 8) or binding.dtype.kind == "c":

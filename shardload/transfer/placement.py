@@ -10,6 +10,7 @@ Imports JAX: import this module only when a transfer is about to start.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from numpy.typing import NDArray
 
 from shardload.errors import MeshError, TransferError
-from shardload.manifest import View
+from shardload.manifest import Tensor, View
 from shardload.sharding.layout import Bounds, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.encoded_variables import EncodedVariable
+from shardload.transfer.encoding import divided_dim, parts_to_encode
 from shardload.transfer.geometry import largest_stride
 from shardload.transfer.host_memory import Allocate, UploadBuffer, arena, stacked_arrays
 from shardload.transfer.load_plan import Binding, Block, BlockPiece
@@ -193,6 +196,10 @@ class VariableTransfer:
     incremental: IncrementalArray | None = None
     chunks_left: int = 0
     started: bool = False
+    encoded: EncodedVariable | None = None
+    """What is computed from the variable, if devices do not store the variable itself."""
+    padded: bool = False
+    """Whether a part of the array is not loaded, and so must be zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +277,12 @@ class Chunk:
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
     """The host buffers of the chunk, one for each shard that overlaps it. A key is the box of the variable that the
     shard stores. The value is the part of this box that is in the chunk, and the buffer for its elements."""
+    unmoved: int = 0
+    """Blocks of a chunk to encode that no thread has moved yet. The thread that moves the last one encodes it."""
+    results: list[dict[Bounds, tuple[Bounds, NDArray[Any]]]] = field(default_factory=list)
+    """What was encoded and is to be uploaded: for each shard, a piece. Empty if the shards have host memory."""
+    result_bytes: int = 0
+    """Bytes of ``results``."""
     stack: StackedShards | None = None
     """All buffers as one array, if the buffers have one shape and follow each other along one dim."""
 
@@ -303,6 +316,12 @@ class Chunk:
 
         self.buffers = dict(zip(common, held, strict=True))
 
+    def encode(self) -> None:
+        """Encode what the buffers contain."""
+        assert self.variable.encoded is not None
+        for box, values in self.buffers.values():
+            self.results.extend(self.variable.encoded.encode(values, box))
+
     def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:
         """Return the copies that move the piece of this variable in a block from scratch to this chunk's host buffers.
 
@@ -319,15 +338,51 @@ class Chunk:
         return found
 
 
+def encoded_chunks(
+    blocks: Sequence[Block],
+    variables: Sequence[VariableTransfer],
+    tensors: Mapping[str, Tensor],
+    *,
+    free_bytes: int,
+) -> dict[tuple[int, int], Chunk]:
+    """Divide variables that are encoded into chunks; return the chunk of each piece, by (block index, piece index)."""
+    pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
+    sharing = Counter(v.binding.view.tensor for v in variables)
+    for b, block in enumerate(blocks):
+        for p, piece in enumerate(block.pieces):
+            if variables[piece.binding].encoded is not None:
+                pieces.setdefault(piece.binding, []).append((b, p, piece.box))
+    found: dict[tuple[int, int], Chunk] = {}
+    for index, own in pieces.items():
+        variable = variables[index]
+        encoded, view = variable.encoded, variable.binding.view
+        assert encoded is not None
+        dim = divided_dim(encoded.encoding, view, tensors[view.tensor])
+        parts = parts_to_encode(
+            [box for _, _, box in own],
+            dim=dim,
+            multiple=1 if dim is None else encoded.encoding.multiples[dim],
+            limit=free_bytes // (2 * _PIECES_UNDER_WAY * sharing[view.tensor] * variable.staged.itemsize),
+            shape=view.shape,
+        )
+        variable.chunks_left = encoded.boxes_left = len(parts)
+        for box, members in parts:
+            chunk = Chunk(variable, box, blocks_left=len(members), unmoved=len(members))
+            found.update({own[k][:2]: chunk for k in members})
+    return found
+
+
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Make one chunk per variable; return the chunk of each piece of each block, by (block index, piece index)."""
+    """Make one chunk per variable, unless it is encoded; return the chunk of each piece (block index, piece index)."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):
         for p, piece in enumerate(block.pieces):
-            if (chunk := chunks.get(piece.binding)) is None:
-                variable = variables[piece.binding]
-                chunk = chunks[piece.binding] = Chunk(variable, Bounds.whole(variable.binding.view.shape))
+            variable = variables[piece.binding]
+            if variable.encoded is not None:
+                continue
+            if (chunk := chunks.get(id(variable))) is None:
+                chunk = chunks[id(variable)] = Chunk(variable, Bounds.whole(variable.binding.view.shape))
                 variable.chunks_left = 1
             chunk.blocks_left += 1
             found[b, p] = chunk
@@ -335,24 +390,33 @@ def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer])
 
 
 def limited_chunks(
-    blocks: Sequence[Block], variables: Sequence[VariableTransfer], *, free_bytes: int
+    blocks: Sequence[Block],
+    variables: Sequence[VariableTransfer],
+    bindings: Sequence[Binding],
+    *,
+    free_bytes: int,
 ) -> dict[tuple[int, int], Chunk]:
     """Divide variables into chunks to upload; return the chunk of each piece, by (block index, piece index).
 
+    Variables that are encoded are left out.
+
     Chunks that are being filled take at most half of ``free_bytes``: others may still be on their way to the devices.
+    The parts of an array that consists of several tensors are chunks of their own: all tensors of the checkpoint would
+    otherwise be in host memory until the last of them is read.
     """
     pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
     sharing: dict[str, set[int]] = {}
     for b, block in enumerate(blocks):
         for p, piece in enumerate(block.pieces):
-            pieces.setdefault(piece.binding, []).append((b, p, piece.box))
             sharing.setdefault(block.tensor, set()).add(piece.binding)
+            if variables[piece.binding].encoded is None:
+                pieces.setdefault(piece.binding, []).append((b, p, piece.box))
     found: dict[tuple[int, int], Chunk] = {}
     for t, of_target in pieces.items():
         variable = variables[t]
         # Divided among the variables of a tensor: all of them are open at once.
-        limit = free_bytes // (2 * len(sharing[variable.binding.view.tensor]))
-        for chunk, members in _grouped(variable, of_target, limit):
+        limit = free_bytes // (2 * len(sharing[bindings[t].view.tensor]))
+        for chunk, members in _grouped(variable, bindings[t].filled, of_target, limit):
             variable.chunks_left += 1
             chunk.blocks_left = len(members)
             found.update(dict.fromkeys(members, chunk))
@@ -365,16 +429,17 @@ bus idle until it is full, and the threads until it is on the device."""
 
 
 def _grouped(
-    variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
+    variable: VariableTransfer, filled: Bounds, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
     """Join pieces of a variable into chunks of at most ``limit`` bytes, which are placed on devices one by one.
 
     An item of ``pieces`` is (block index, piece index, box). Each chunk comes with both indices of all its pieces.
+    ``filled`` is the box of the variable that the pieces come from.
     """
-    whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
-    if sum(b.size for b in variable.shards) * itemsize <= limit:
-        return [(Chunk(variable, whole), [(b, p) for b, p, _ in pieces])]
+    common = (shard.intersect(filled) for shard in variable.shards)
+    if sum(box.size for box in common if box is not None) * itemsize <= limit:
+        return [(Chunk(variable, filled), [(b, p) for b, p, _ in pieces])]
     limit //= _PIECES_UNDER_WAY
     groups: list[tuple[Chunk, list[tuple[int, int]]]] = []
     for b, p, box in pieces:

@@ -22,6 +22,8 @@ from shardload.manifest import Decoded, Manifest, Tensor, UnreadableRows, View, 
 from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 from shardload.stores.store import Store
+from shardload.transfer import budgets
+from shardload.transfer.budgets import MIN_BLOCK_BYTES, host_memory_budget, staged_whole
 from shardload.transfer.casts import check_cast
 from shardload.transfer.geometry import (
     SKIP_BYTES,
@@ -35,7 +37,6 @@ from shardload.transfer.geometry import (
     is_injective,
     largest_stride,
     paths_of,
-    regions,
     span,
     view_in_region,
 )
@@ -67,18 +68,6 @@ DIRECT_RUN_BYTES = 2 << 10
 would be one more entry (35 ns) in the list of pieces that the system call takes."""
 _CACHED_RUN_BYTES = 32 << 10
 """The same for files of the cache: Python makes a buffer of each run, and digests it by itself."""
-_MIN_BLOCK_BYTES = 4 << 10
-"""A small budget shortens blocks to this many bytes (one page), but no further: a budget without room for sixteen such
-blocks is refused."""
-DEFAULT_HOST_MEMORY = 256 << 20
-"""Default host-memory budget in bytes, for reading, decoding and uploading: enough to keep every thread busy with
-several blocks. A larger budget does not make loading faster (docs/performance.md)."""
-SCRATCH_BYTES = 64 << 20
-"""Most bytes of scratch (each thread's own buffer) for all threads together: 8 MiB for each of eight threads. If a
-thread needs more, fewer threads run."""
-_CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""Most bytes that a verified or remote load takes for scratch, and for units (MiB of files) that it keeps for later
-blocks or requests in advance."""
 
 
 def plan_transfers(
@@ -97,8 +86,8 @@ def plan_transfers(
     Args:
         manifest: The tensors of the checkpoint.
         bindings: Variables to fill; several may share a tensor. All layouts share one mesh.
-        host_memory_bytes: Budget for everything staged; by default `DEFAULT_HOST_MEMORY`, or what the largest chunk
-            that decodes as a whole needs.
+        host_memory_bytes: Budget for everything staged; by default `budgets.DEFAULT_HOST_MEMORY`, or what the
+            largest chunk that decodes as a whole needs.
         block_bytes: Most bytes that one block reads.
         positions: Mesh positions of this process; all by default.
         scatter: Whether bytes may go straight from files to shards; not if they must be verified first.
@@ -158,9 +147,12 @@ def _plan(
     wanted = {binding.view.tensor: None for binding in bindings}
     # Names without a tensor are left to `Planner`, whose error names the variable.
     tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
-    budget = _budget(tensors, host_memory_bytes, through_units=not scatter, uploads=uploads)
     size = bindings[0].layout.mesh.size if bindings else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
+    whole = staged_whole(manifest, bindings, local)
+    budget = host_memory_budget(tensors, whole, host_memory_bytes, through_units=not scatter, uploads=uploads)
+    # Several bindings may fill one array, which then counts once.
+    arrays = {i if binding.box is None else binding.name: binding for i, binding in enumerate(bindings)}.values()
     planner = Planner(
         manifest,
         bindings,
@@ -181,68 +173,23 @@ def _plan(
         needed_bytes=sum(planner.needed_by_tensor().values()),
         read_bytes=sum(b.read_bytes for b in blocks) + planner.left_out_bytes,
         # Every split is even, so all positions store equally much.
-        device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in bindings),) * size,
+        device_bytes=(sum(o.device_bytes for binding in arrays for o in binding.outputs),) * size,
         host_memory_bytes=budget,
         block_bytes=block_bytes,
         runs=tuple(joined_runs(blocks, staged=planner.staged_bytes, limit_bytes=budget // BUDGET_PARTS)),
-        budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
+        budget_raised=host_memory_bytes is None and budget > budgets.DEFAULT_HOST_MEMORY,
         is_cached=is_cached,
     )
 
 
 def needed_by_tensor(manifest: Manifest, bindings: Sequence[Binding], *, positions: Sequence[int]) -> dict[str, int]:
     """Return how many stored bytes of each tensor the devices at these mesh positions need, each byte counted once."""
-    local, budget = tuple(positions), DEFAULT_HOST_MEMORY
+    local, budget = tuple(positions), budgets.DEFAULT_HOST_MEMORY
     planner = Planner(manifest, tuple(bindings), local, block_bytes=BLOCK_BYTES, budget=budget, scatter=True)
     return planner.needed_by_tensor()
 
 
-def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool, uploads: bool) -> int:
-    needs = {tensor.name: least_budget(tensor, through_units=through_units, uploads=uploads) for tensor in tensors}
-    least = max(needs.values(), default=0)
-    # A default may grow to what a chunk needs; a budget that the user stated is a promise, so too little is an error.
-    if asked is None:
-        return max(DEFAULT_HOST_MEMORY, least)
-    if asked < BUDGET_PARTS * _MIN_BLOCK_BYTES:
-        raise BudgetError(
-            f"Cannot load with a host-memory budget of {exact_bytes(asked)}: expected room for {BUDGET_PARTS} "
-            f"blocks. Raise it to at least {BUDGET_PARTS * _MIN_BLOCK_BYTES >> 10}KiB"
-        )
-    if asked < least:
-        tensor = next(tensor for tensor in tensors if needs[tensor.name] == least)
-        chunk = max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
-        raise BudgetError(
-            f"Cannot load tensor {tensor.name!r} with a host-memory budget of {exact_bytes(asked)}: its chunks "
-            f"decode as a whole, to {exact_bytes(chunk)} each. Raise the budget to at least {exact_bytes(least)}"
-        )
-    return asked
-
-
-def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
-    """Return the smallest host-memory budget, in bytes, with which every chunk of a tensor can be decoded.
-
-    It is 0 if no chunk has to be decoded as a whole. Other things take their share of the budget first. What they leave
-    must have room for the encoded bytes of a chunk and twice its decoded bytes:
-
-    * ``through_units``: bytes are verified or come from a remote store. The threads' scratch memory and the parts of
-      files that are kept or requested in advance then take half of the budget, but at most 128 MiB (`_CHECKING_BYTES`).
-    * Otherwise, scratch memory takes a quarter of the budget, but at most 64 MiB (`SCRATCH_BYTES`).
-    * ``uploads``: shards are filled in host memory and then copied to devices. They get half of what is left, so twice
-      the decoded size of a chunk is added.
-    """
-    most = max((region.unpacking_bytes(tensor.dtype) for region in regions(tensor)), default=0)
-    if not most:
-        return 0
-    # Twice a chunk's shards, as they get half of what is left.
-    if uploads:
-        most += 2 * max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
-    # ``most`` must fit into what units and scratch leave: the shares above, solved for the budget.
-    if through_units:
-        return min(2 * most, most + _CHECKING_BYTES) + (2 << 20)
-    return min(most * 4 // 3, most + SCRATCH_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `cached_property` keeps its value in the instance's dict
 class TensorPart:
     """A region of a tensor (one chunk, or all of it), and the parts of variables whose elements are in it."""
 
@@ -261,7 +208,7 @@ class TensorPart:
         )
         return (tensor.shape, tensor.dtype, region.size, region.origin, *views)
 
-    @property
+    @functools.cached_property
     def row_elements(self) -> int:
         """Number of elements in a row of the region, for blocks that are copied to shards row by row.
 
@@ -304,7 +251,7 @@ class Planner:
         # Once for each layout and shape: to look up thousands of positions takes longer than the rest.
         kinds = dict.fromkeys((t.layout, t.view.shape) for t in bindings)
         boxes = {kind: local_bounds(*kind, positions) for kind in kinds}
-        self.shards = [boxes[t.layout, t.view.shape] for t in bindings]
+        self.shards = [_within(boxes[t.layout, t.view.shape], t.box) for t in bindings]
         self.by_tensor: dict[str, list[int]] = {}
         self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
         # Every view is checked before any is cut: views come from converters and layer hooks, which may be wrong.
@@ -318,12 +265,17 @@ class Planner:
             raise MismatchError(f"Cannot load variable {binding.name!r}: the checkpoint has no tensor {view.tensor!r}")
         if isinstance(tensor.storage, Decoded) and isinstance(tensor.storage.reader, UnreadableRows):
             raise tensor.storage.reader.refusal(tensor.name)
-        if len(view.shape) != len(view.strides) or min(view.strides, default=0) < 0 or view.offset < 0:
+        box = binding.filled
+        is_inside = len(view.shape) == len(box.stop) and all(a <= b for a, b in zip(box.stop, view.shape, strict=True))
+        if not is_inside or len(view.shape) != len(view.strides) or min(view.strides, default=0) < 0:
             raise LayoutError(
                 f"Cannot load variable {binding.name!r}: found {view}, expected one stride per dim, and none < 0"
             )
-        stop = view.offset + span(view.shape, view.strides)
-        if 0 not in view.shape and stop > tensor.size:
+        start = address(view, box.start)
+        stop = start + span(box.shape, view.strides)
+        if start < 0:
+            raise LayoutError(f"Cannot load variable {binding.name!r}: found {view}, expected an offset >= 0")
+        if 0 not in box.shape and stop > tensor.size:
             raise MismatchError(
                 f"Cannot load variable {binding.name!r} of shape {view.shape}: its view needs "
                 f"{plural(stop, 'element')} of tensor {view.tensor!r}, which has {tensor.size} (shape {tensor.shape})"
@@ -333,10 +285,22 @@ class Planner:
     def blocks(self) -> tuple[Block, ...]:
         """Return the blocks to read of all tensors, ordered by offset within each file."""
         wanted = {name: tensor for name, tensor in self.tensors.items() if name in self.by_tensor}
-        return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
+        return tuple(block for place in self._in_order(wanted) for block in self._region_blocks(*place))
+
+    def _in_order(self, wanted: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
+        """Return all regions in file order, but those of a tensor that is encoded one after the other."""
+        places = list(in_file_order(wanted))
+        first: dict[str, int] = {}
+        for number, (tensor, _) in enumerate(places):
+            first.setdefault(tensor.name, number)
+        encoded = {binding.view.tensor for binding in self.bindings if binding.encoding is not None}
+        # It is in memory from its first element to its last one.
+        order = {i: first[t.name] if t.name in encoded else i for i, (t, _) in enumerate(places)}
+        return [places[i] for i in sorted(order, key=order.__getitem__)]
 
     def _region_blocks(self, tensor: Tensor, region: Region) -> Iterator[Block]:
-        views = ((i, view_in_region(self.bindings[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
+        found = ((i, self.bindings[i]) for i in self.by_tensor[tensor.name])
+        views = ((i, view_in_region(binding.view, tensor, region, binding.box)) for i, binding in found)
         part = TensorPart(tensor, region, {i: seen for i, seen in views if seen is not None})
         if not part.views:
             return
@@ -402,20 +366,20 @@ class Planner:
         """Return the boxes of a variable that this process's shards need, as far as the region contains them."""
         shards = self.shards[index]
         # Distinct shards never overlap, so equal sizes mean that they cover the variable: read it in one piece.
-        if shards and len(shards) * shards[0].size == math.prod(seen.view.shape):
+        if shards and sum(box.size for box in shards) == self.bindings[index].filled.size:
             return [seen.box]
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
         """Whether a variable's shards can be read without scratch: no cast, and each has long runs in the file."""
         binding, seen = self.bindings[index], part.views[index]
-        if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
+        if binding.dtype != part.tensor.dtype or not is_injective(binding.view, binding.filled):
             return False
         shard = binding.layout.shard_shape(binding.view.shape)
         strides = c_strides(shard)
         least_bytes = _CACHED_RUN_BYTES if self.is_cached else DIRECT_RUN_BYTES
         # Shards have one shape, so one stands for all; but the edges of a chunk cut each of them differently.
-        if part.region.origin is None:
+        if part.region.origin is None and binding.box is None:
             boxes = {Bounds.whole(shard)}
         else:
             common = (b.intersect(seen.box) for b in self.shards[index])
@@ -439,7 +403,7 @@ class Planner:
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
         staged = self.block_bytes if fits else STAGED_BYTES
         wanted = {"direct": self.block_bytes, "staged": staged, "decoded": _DECODED_BYTES}[how]
-        most = max(_MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
+        most = max(MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
         limit = max(min(wanted, self.block_bytes, most), tensor.dtype.itemsize)
         if not isinstance(tensor.storage, Decoded):
             return limit
@@ -506,7 +470,7 @@ class Planner:
     def staged_bytes(self, block: Block) -> int:
         """Return the bytes of all shards of this process that a block writes to: each shard whole, with its padding."""
         used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
-        return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
+        return sum(box.size * dtype.itemsize + 63 for shards, dtype in used for box in shards)
 
     def needed_by_tensor(self) -> dict[str, int]:
         """Return how many stored bytes of each tensor this process's shards need, at most the tensor's stored size."""
@@ -515,23 +479,28 @@ class Planner:
         for name, indices in self.by_tensor.items():
             tensor, first = self.tensors[name], self.bindings[indices[0]]
             if len(indices) == 1:
-                key = (first.view.shape, first.view.strides, first.layout)
+                key = (first.filled, first.view.shape, first.view.strides, first.layout)
                 if (elements := alike.get(key, -1)) < 0:
-                    elements = alike[key] = _needed_elements(first.view, self.shards[indices[0]])
+                    elements = alike[key] = _needed_elements(first.view, first.filled, self.shards[indices[0]])
             else:
-                seen: dict[View, set[Bounds]] = {}
+                seen: dict[tuple[View, Bounds], set[Bounds]] = {}
                 for i in indices:
-                    seen.setdefault(self.bindings[i].view, set()).update(self.shards[i])
-                elements = sum(itertools.starmap(_needed_elements, seen.items()))
+                    seen.setdefault((self.bindings[i].view, self.bindings[i].filled), set()).update(self.shards[i])
+                elements = sum(_needed_elements(*part, boxes) for part, boxes in seen.items())
             found[name] = tensor.stored_bytes * min(elements, tensor.size) // max(1, tensor.size)
         return found
 
 
-def _needed_elements(view: View, boxes: Collection[Bounds]) -> int:
+def _within(shards: tuple[Bounds, ...], box: Bounds | None) -> tuple[Bounds, ...]:
+    """Return the parts of shards that lie in a box."""
+    return shards if box is None else tuple(both for shard in shards if (both := shard.intersect(box)) is not None)
+
+
+def _needed_elements(view: View, filled: Bounds, boxes: Collection[Bounds]) -> int:
     """Return how many elements of a tensor these boxes of a view need; a broadcast dim (stride 0) counts once."""
-    real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
+    real = [d for d, t in enumerate(view.strides) if t or not filled.shape[d]]
     needed = sum(math.prod(box.shape[d] for d in real) for box in boxes)
-    return min(math.prod(view.shape[d] for d in real), needed)
+    return min(math.prod(filled.shape[d] for d in real), needed)
 
 
 def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:

@@ -21,9 +21,10 @@ from shardload.manifest import Manifest, Packed, Tensor, View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
+from shardload.transfer.budgets import least_budget
 from shardload.transfer.execution import execute, named_sharding, place
 from shardload.transfer.host_memory import memory
-from shardload.transfer.planning import Binding, least_budget, plan_transfers
+from shardload.transfer.planning import Binding, plan_transfers
 
 MESH = MeshSpec.parse("1x8")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
