@@ -17,17 +17,19 @@ from functools import partial
 from typing import Any
 
 import jax
-from numpy.typing import NDArray
 
+from shardload.converting.adapter_plans import AdaptedKernel, plan_adapters, replacing_value
 from shardload.converting.computing import StoredValue
+from shardload.converting.hub_sites import Site
 from shardload.converting.source import ModelValues, Source, viewed
 from shardload.errors import MismatchError, UnsupportedError, UsageError
 from shardload.hub import quantised
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.layer_settings import enable_saved_lora
-from shardload.keras_bridge.lora import LoraKernel, lora_kernels, merge
+from shardload.keras_bridge.lora import LoraKernel, lora_kernels, merge, merged_array
 from shardload.loaders import open_manifest
-from shardload.manifest import Manifest
+from shardload.loaders.peft import Weighted
+from shardload.manifest import Manifest, Tensor
 from shardload.mapping.stored_state import map_state
 from shardload.stores.location import Location
 from shardload.units import plural
@@ -94,14 +96,9 @@ def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
     kernels = lora_kernels(layers)
     values = dict(source.values)
 
-    def whole(variable: Any) -> NDArray[Any]:
-        value = source.values[id(variable)]
-        # `ModelValues` reads a view, or runs the step that computes the value; here it is given one weight only.
-        rows = ModelValues(source, {"": value}).rows
-        return rows("", 0, int(variable.shape[0])) if value.array is None else value.array
-
     def merged(found: LoraKernel) -> jax.Array:
-        return merge(whole(found.kernel), whole(found.a), whole(found.b), scale=found.scale)
+        kernel, a, b = (whole_value(source, variable) for variable in (found.kernel, found.a, found.b))
+        return merge(kernel, a, b, scale=found.scale)
 
     for found in kernels:
         stored = values[id(found.kernel)]
@@ -110,6 +107,40 @@ def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
     values = {i: value for i, value in values.items() if i not in factors}
     return replace(source, values=values, merged=factors, notes=(*source.notes, merge_note(kernels)))
+
+
+def with_peft(source: Source, adapters: Sequence[Weighted]) -> Source:
+    """Return a source whose tensors have no names of Hugging Face, with adapters of PEFT merged as it is read."""
+    plan = plan_adapters(source.model, adapters, merge=True)
+    values = dict(source.values)
+    for site, tensor in plan.replaced:
+        own = values[id(site.twin.own)]
+        values[id(site.twin.own)] = StoredValue(own.variable, own.dtype, live=partial(_replaced, site, tensor, own))
+    before = replace(source, values=dict(values))
+    for kernel in plan.kernels:
+        own = values[id(kernel.site.twin.own)]
+        values[id(own.variable)] = StoredValue(own.variable, own.dtype, live=partial(_merged, before, kernel))
+    names = ", ".join(str(one.adapter.location) for one in adapters)
+    note = f"{names} merged into {plural(len(plan.kernels), 'kernel')}: computed in float32 and rounded once"
+    return replace(source, values=values, notes=(*source.notes, note, *plan.notes))
+
+
+def _replaced(site: Site, tensor: Tensor, own: StoredValue) -> jax.Array:
+    return jax.numpy.asarray(replacing_value(site, tensor), own.dtype)
+
+
+def _merged(source: Source, kernel: AdaptedKernel) -> jax.Array:
+    value = whole_value(source, kernel.site.twin.own)
+    return merged_array(value, *kernel.merging_factors(), along_rows=kernel.dims.along_rows)
+
+
+def whole_value(source: Source, variable: Any) -> Any:
+    """Read the value of a variable of a source's model as a whole."""
+    value = source.values[id(variable)]
+    if value.live is not None:
+        return value.live()
+    # `ModelValues` reads a view, or runs the step that computes the value; here it is given one weight only.
+    return ModelValues(source, {"": value}).rows("", 0, int(variable.shape[0])) if value.array is None else value.array
 
 
 def merge_note(kernels: Sequence[LoraKernel]) -> str:
