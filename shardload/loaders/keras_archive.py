@@ -46,8 +46,10 @@ _WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
 """Limit on inflated bytes per stored byte of weights, and the inflated size above which it applies. Most need 2."""
 _MAX_DICTIONARY_BYTES = 64 << 20
 """Limit on the bytes of LZMA's dictionary, which decompressing keeps in memory; xz's highest level uses 64 MiB."""
-_MAGIC = b"PK\x03\x04"
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+MAGIC = b"PK\x03\x04"
+"""First bytes of a zip, and of each local header."""
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_WAY_OUT = "Save it again with Keras"
 _LZMA = struct.Struct("<2xHBI")
 """Header of LZMA data in a zip: version (skipped), length of the properties, their first byte, dictionary size."""
 _ENCRYPTED = 0x1
@@ -60,10 +62,10 @@ def open_file(path: Location) -> Manifest:
     # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 
-    members = _read_members(path)
+    members = read_members(path)
     info = _weights(path, members)
     with closing(path.open()) as file:
-        starts = _data_starts(path, file, members)
+        starts = data_starts(path, file, members)
         config, metadata = (_json(path, file, members, name, starts) for name in (_CONFIG, _METADATA))
         start, files = starts[_WEIGHTS], {path: file.n_bytes}
         if info.compress_type == zipfile.ZIP_STORED:
@@ -80,7 +82,7 @@ def open_file(path: Location) -> Manifest:
 
 def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
     """Yield each asset file that layers saved: its path below ``assets/``, and a function that writes its content."""
-    members = _read_members(path)
+    members = read_members(path)
     files = [info for key, info in members.items() if key.startswith(ASSETS) and not key.endswith("/")]
     for info in files:
         if info.file_size > ASSET_FLOOR_BYTES and info.file_size > ASSET_EXPANSION * info.compress_size:
@@ -90,7 +92,7 @@ def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
                 "Save the model again with Keras"
             )
     with closing(path.open()) as file:
-        starts = _data_starts(path, file, members)
+        starts = data_starts(path, file, members)
         for info in files:
             content = member_blocks(path, file, info, start=starts[info.filename])
             yield info.filename.removeprefix(ASSETS), functools.partial(_copy, content)
@@ -149,19 +151,20 @@ def _json(
     return parse_object(content, path=f"{path}:{name}")
 
 
-def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
-    """Return name → member of a zip; raise if another program could find other members in this zip."""
+def read_members(path: Location, *, way_out: str = _WAY_OUT) -> dict[str, zipfile.ZipInfo]:
+    """Return name → member of a zip; raise if another program could find other members in this zip.
+
+    ``way_out``: the last sentence of errors.
+    """
     with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
         infos = archive.infolist()
     members = {info.filename: info for info in infos}
     # zipfile returns the last of several members with one name; other readers may return the first.
     if len(members) < len(infos):
-        raise UnsafeSourceError(
-            f"{path} contains {plural(len(infos), 'member')} under {len(members)} names; save it again with Keras"
-        )
+        raise UnsafeSourceError(f"{path} contains {plural(len(infos), 'member')} under {len(members)} names. {way_out}")
     # zipfile tolerates data before the archive, such as a self-extracting program, and adjusts all offsets.
     if not members or min(info.header_offset for info in infos) != 0:
-        raise UnsafeSourceError(f"{path} has other data before its first member; save it again with Keras")
+        raise UnsafeSourceError(f"{path} has other data before its first member. {way_out}")
     size = path.size
     for info in infos:
         if info.header_offset + info.compress_size > size:
@@ -171,18 +174,22 @@ def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
     return members
 
 
-def _data_starts(path: Location, file: File, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
-    """Return member → byte offset of its data in the zip; raise if members overlap or local headers are wrong."""
+def data_starts(
+    path: Location, file: File, members: dict[str, zipfile.ZipInfo], *, way_out: str = _WAY_OUT
+) -> dict[str, int]:
+    """Return member → byte offset of its data in the zip; raise if members overlap or local headers are wrong.
+
+    ``way_out``: the last sentence of errors.
+    """
     starts: dict[str, int] = {}
     end, before = 0, ""
     # Members that overlap let a small archive unpack to petabytes.
     for info in sorted(members.values(), key=lambda info: info.header_offset):
         if info.header_offset < end:
             raise UnsafeSourceError(
-                f"{path}: members {before!r} and {info.filename!r} overlap, so they could expand to any size. "
-                "Save it again with Keras"
+                f"{path}: members {before!r} and {info.filename!r} overlap, so they could expand to any size. {way_out}"
             )
-        starts[info.filename] = _data_start(path, file, info)
+        starts[info.filename] = _data_start(path, file, info, way_out)
         end, before = starts[info.filename] + info.compress_size, info.filename
     if end > file.n_bytes:
         raise TruncatedSourceError(
@@ -192,19 +199,19 @@ def _data_starts(path: Location, file: File, members: dict[str, zipfile.ZipInfo]
     return starts
 
 
-def _data_start(path: Location, file: File, info: zipfile.ZipInfo) -> int:
+def _data_start(path: Location, file: File, info: zipfile.ZipInfo, way_out: str) -> int:
     what = f"the local header of {info.filename!r}"
-    raw = read_bytes(file, _LOCAL_HEADER.size, offset=info.header_offset, path=str(path), what=what)
-    magic, _, flags, method, *_, name_length, extra_length = _LOCAL_HEADER.unpack(raw)
-    at = info.header_offset + _LOCAL_HEADER.size
+    raw = read_bytes(file, LOCAL_HEADER.size, offset=info.header_offset, path=str(path), what=what)
+    magic, _, flags, method, *_, name_length, extra_length = LOCAL_HEADER.unpack(raw)
+    at = info.header_offset + LOCAL_HEADER.size
     name = read_bytes(file, name_length, offset=at, path=str(path), what=what)
     # `filename` is cut at a NUL byte; `orig_filename` is what the directory says. Bit 11 of the flags means UTF-8.
     expected = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
     # Sizes are not compared: a local header may leave them to a zip64 field or to a descriptor after the data.
-    if magic != _MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
+    if magic != MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
         raise UnsafeSourceError(
             f"{path}: {what} says {name[:100]!r} (method {method}), the central directory {info.filename!r} "
-            f"(method {info.compress_type}); they must agree. Save it again with Keras"
+            f"(method {info.compress_type}); they must agree. {way_out}"
         )
     return at + int(name_length) + int(extra_length)
 
@@ -336,7 +343,7 @@ SPEC = FormatSpec(
     name="keras-archive",
     description="a .keras archive",
     endings=(".keras",),
-    is_file=lambda content: content.head.startswith(_MAGIC),
+    is_file=lambda content: content.head.startswith(MAGIC),
     open_file=open_file,
     described_by="keras",
     tensor_names="keras",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent, listing, member, refuse_bytes, set_of
-from shardload.loaders.registry import FormatSpec, spec_named, specs
+from shardload.loaders.registry import BUILT_IN, FormatSpec, spec_named, specs
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
 from shardload.stores.local import located
@@ -114,7 +114,8 @@ def _recognise_file(path: Location) -> FormatSpec:
 def _promised(path: Location) -> FormatSpec | None:
     """Return the format that a file's name promises by its ending, the longest that matches; ``None`` if none does."""
     found = [(len(end), spec) for spec in specs() for end in spec.endings if path.name.lower().endswith(end)]
-    return max(found, key=lambda each: each[0])[1] if found else None
+    # Of two with one ending the later one: a format that a package adds may read what a built-in one does.
+    return max(reversed(found), key=lambda each: each[0])[1] if found else None
 
 
 def _unknown(path: Location, head: bytes, size: int) -> SourceError | UnsupportedError:
@@ -199,7 +200,7 @@ def _recognise_folder(folder: Location) -> FormatSpec:
     # 2. Files with a known ending, all of one format. The shards of an index do not count as a second one.
     kinds = [spec for spec in known if any(name.endswith(spec.endings) for name in content.names)]
     parts = {spec.part_format for spec in kinds}
-    kinds = [spec for spec in kinds if spec.name not in parts]
+    kinds = [spec for spec in kinds if spec.name not in parts and not _is_replaced(spec, kinds)]
     if len(kinds) == 1:
         return kinds[0]
     if kinds:
@@ -213,6 +214,12 @@ def _recognise_folder(folder: Location) -> FormatSpec:
     raise refused_folder(folder, names=files) or UnsupportedError(
         f"{folder} contains no checkpoint; found: {listing(folder)}. Supported formats: {_supported()}"
     )
+
+
+def _is_replaced(spec: FormatSpec, kinds: Collection[FormatSpec]) -> bool:
+    """Whether a package has added a format with all endings of a built-in one, and is asked first for such files."""
+    added = (other for other in kinds if other.name not in BUILT_IN)
+    return spec.name in BUILT_IN and any(set(spec.endings) <= set(other.endings) for other in added)
 
 
 def _containing(content: FolderContent) -> FormatSpec | None:
@@ -256,30 +263,24 @@ class _OtherFormat:
 
 _FILE = '"new.safetensors")'
 _ARRAYS = f"reader.get_tensor(name) returns each array, and safetensors.numpy.save_file(arrays, {_FILE} writes them"
-_NPZ = _OtherFormat(
-    "a NumPy archive (.npz)",
-    f"Convert it: safetensors.numpy.save_file(dict(numpy.load(path)), {_FILE}",
-    re.compile(r".*\.npz"),
-)
 _PYTORCH = _OtherFormat(
     "a PyTorch checkpoint, a pickle that can run code when opened",
     'Convert it to safetensors: safetensors.torch.save_file(torch.load(path, map_location="cpu", weights_only=True), '
     f"{_FILE}",
     re.compile(r".*\.(bin|pt|pth|ckpt)"),
 )
+_FLAX = _OtherFormat(
+    "Flax's msgpack",
+    'Convert it: tree = flax.serialization.msgpack_restore(open(path, "rb").read()); '
+    f'safetensors.flax.save_file(flax.traverse_util.flatten_dict(tree, sep="/"), {_FILE}',
+    re.compile(r".*\.msgpack"),
+)
 _FORMATS = (
-    _NPZ,
     _OtherFormat(
         "a NumPy array (.npy)",
         f'Convert it: safetensors.numpy.save_file({{"name": numpy.load(path)}}, {_FILE}',
         re.compile(r".*\.npy"),
         b"\x93NUMPY",
-    ),
-    _OtherFormat(
-        "Flax's msgpack",
-        'Convert it: tree = flax.serialization.msgpack_restore(open(path, "rb").read()); '
-        f'safetensors.flax.save_file(flax.traverse_util.flatten_dict(tree, sep="/"), {_FILE}',
-        re.compile(r".*\.msgpack|checkpoint_\d+"),
     ),
     _OtherFormat(
         "a TensorFlow SavedModel",
@@ -314,13 +315,12 @@ def refused_file(path: object, *, name: str, head: bytes) -> UnsupportedError | 
 def refused_folder(path: object, *, names: Collection[str]) -> UnsupportedError | None:
     """Return the error for a folder that contains a file of another library's format; ``None`` for other folders."""
     # Files of PyTorch are recognised by their content: any data may be called .bin.
-    asked = (*_FORMATS, _PYTORCH)
+    # Those of Flax are read, but a folder with a model's configuration promises tensors by its names.
+    asked = (*_FORMATS, _PYTORCH, _FLAX)
     found = next((each for each in asked if any(each.names.fullmatch(name.lower()) for name in names)), None)
     return None if found is None else found.error(path)
 
 
 def refused_zip(path: object, *, members: Collection[str]) -> UnsupportedError | None:
     """Return the error for a zip whose members show another library's format; ``None`` for other zips."""
-    if any(name.endswith("data.pkl") for name in members):
-        return _PYTORCH.error(path)
-    return _NPZ.error(path) if members and all(name.endswith(".npy") for name in members) else None
+    return _PYTORCH.error(path) if any(name.endswith("data.pkl") for name in members) else None

@@ -28,9 +28,11 @@ _LOADERS = "shardload.loaders"
 # The order matters: later formats are asked first. See design note 0014.
 BUILT_IN = {
     "keras-h5": f"{_LOADERS}.keras_h5:SPEC",
+    "flax-msgpack": f"{_LOADERS}.flax_msgpack:SPEC",
     "keras-legacy-h5": f"{_LOADERS}.keras_legacy:SPEC",
     "keras-sharded-h5": f"{_LOADERS}.keras_h5:SHARDED",
     "keras-archive": f"{_LOADERS}.keras_archive:SPEC",
+    "numpy": f"{_LOADERS}.numpy_archive:SPEC",
     "keras-hub-preset": f"{_LOADERS}.hub_preset:SPEC",
     "hf-safetensors": f"{_LOADERS}.hf_folder:SPEC",
     "safetensors": f"{_LOADERS}.hf_folder:BARE",

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import decoder
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ PYTORCH = {"format": "pt"}
 """Metadata of a file whose tensors have PyTorch's names and shapes. transformers 4 refuses files without ``format``."""
 _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 """Name of a dtype in NumPy → its name in safetensors."""
+SAFETENSORS_DTYPES = frozenset(_CODES)
+"""Names of the dtypes of tensors that can be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +315,15 @@ def write_skeleton(
     *,
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] = PYTORCH,
+    single: str = "model.safetensors",
 ) -> tuple[TensorPlace, ...]:
-    """Make safetensors files without the values, and an index if there are several; return where the values belong."""
+    """Make safetensors files without the values, and an index if there are several; return where the values belong.
+
+    ``single``: name of the file, if there is one.
+    """
     groups = grouped(tensors, shard_bytes)
     names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
-    names = names if len(groups) > 1 else ["model.safetensors"]
+    names = names if len(groups) > 1 else [single]
     places = [
         place for name, group in zip(names, groups, strict=True) for place in _write(folder, name, group, metadata)
     ]
@@ -326,6 +332,14 @@ def write_skeleton(
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return tuple(places)
+
+
+def write_file_skeleton(
+    path: Path, tensors: Sequence[Wanted], *, metadata: Mapping[str, str] = PYTORCH
+) -> tuple[TensorPlace, ...]:
+    """Make one safetensors file without the values; return where they belong."""
+    places = _write(path.parent, path.name, tensors, metadata)
+    return tuple(TensorPlace(p.name, tuple(replace(piece, path="") for piece in p.pieces)) for p in places)
 
 
 def _write(folder: Path, name: str, tensors: Sequence[Wanted], metadata: Mapping[str, str]) -> list[TensorPlace]:

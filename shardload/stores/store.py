@@ -9,6 +9,7 @@ inherits the tests of ``tests/support/store_contract.py``.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from abc import ABC, abstractmethod
@@ -207,6 +208,26 @@ def fill_exactly(file: File, buffer: memoryview, offset: int) -> None:
     """Fill ``buffer`` like `File.read_into`; of a remote file, request no more: neighbouring bytes are not needed."""
     read = getattr(file, "read_exactly", file.read_into)
     read(buffer, offset)
+
+
+def fill_runs(file: File, buffer: memoryview, first: int, pitch: int, n_bytes: int, *, in_pages: bool) -> None:
+    """Fill ``buffer`` with runs of ``n_bytes``: the first begins at ``first``, each other ``pitch`` bytes later.
+
+    Of a remote file, whole pages are read, and kept, if ``in_pages``; else like `fill_exactly`.
+    """
+    fill = file.read_into if in_pages else functools.partial(fill_exactly, file)
+    for number, into in enumerate(range(0, len(buffer), max(1, n_bytes))):
+        piece, at = buffer[into : into + n_bytes], first + number * pitch
+        if file.descriptor is None or not _filled(file.descriptor, piece, at):
+            fill(piece, at)
+
+
+def _filled(descriptor: int, buffer: memoryview, offset: int) -> bool:
+    """Whether a single system call fills ``buffer``: of thousands of short runs, all else would take longer."""
+    try:
+        return os.preadv(descriptor, [buffer], offset) == len(buffer)
+    except OSError:
+        return False  # the method that reads again says what is wrong
 
 
 def scatter_into(file: File, buffers: Sequence[memoryview], offset: int) -> None:

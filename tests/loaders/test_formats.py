@@ -192,8 +192,8 @@ def test_a_package_does_not_replace_a_format(monkeypatch):
         registry.announced.cache_clear()
 
 
-def test_without_it_an_archive_of_arrays_is_an_unknown_zip(saved):
-    with pytest.raises(SourceError, match="not a Keras archive"):
+def test_without_it_an_archive_with_a_model_is_no_archive_of_numpy(saved):
+    with pytest.raises(SourceError, match=r"ends like an \.npz archive of NumPy, but its content is a \.keras archive"):
         open_manifest(saved[0])
     with pytest.raises(UnsupportedError, match="Unknown format 'npz'; supported formats: keras-h5"):
         open_manifest(saved[0], format="npz")
