@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardload.errors import MismatchError, UsageError
-from shardload.manifest import Manifest, Tensor, View
+from shardload.manifest import Manifest, Tensor
+from shardload.pipeline.array_parts import StoredArray, array_to_load, whole_array
 from shardload.pipeline.array_targets import (
     KINDS,
     SCALARS,
@@ -27,6 +28,7 @@ from shardload.pipeline.array_targets import (
     stated,
     target_sharding,
 )
+from shardload.pipeline.stored_as import StoredAs
 from shardload.transfer.casts import ENABLE_64_BITS, check_cast
 from shardload.units import is_function
 
@@ -101,7 +103,7 @@ class ArrayReader:
     def stays(self, name: str, target: Any) -> bool:
         """Whether a leaf is returned unchanged, with nothing to load: a function, or a number without a tensor."""
         if isinstance(target, SCALARS):
-            return self.names.tensor(name) not in self.manifest.tensors
+            return self.names.stored(name) not in self.manifest.tensors
         return callable(target) and not isinstance(target, KINDS)
 
     def wanted(self, leaves: Mapping[str, Any]) -> list[WantedArray]:
@@ -111,40 +113,64 @@ class ArrayReader:
                 f"Cannot place {words[0]!r} by {leaves[words[0]]!r}: it is text, expected a target "
                 "(a tuple is a tree of targets). Write PartitionSpec(…)"
             )
-        tensors = {name: self.names.tensor(name) for name in leaves}
-        self.names.check(tensors, {name: stated(target).shape for name, target in leaves.items()})
-        return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
+        named = {name: self.names.stored(name) for name in leaves}
+        tensors = {name: tensor for name, tensor in named.items() if isinstance(tensor, str)}
+        self.names.check(tensors, {name: stated(leaves[name]).shape for name in tensors})
+        return [self._one(name, target, self._stored(name, named[name], target)) for name, target in leaves.items()]
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the shape of the array made from a tensor: its dims have the order of the argument ``transpose``."""
-        return self._view(tensor.name, tensor).shape
+        return whole_array(tensor, self._order(tensor.name, tensor)).shape
 
-    def _one(self, name: str, target: Any, tensor: Tensor) -> WantedArray:
-        view, dtype = self._view(name, tensor), tensor.dtype
-        if self.dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating):
-            dtype = jax.numpy.dtype(self.dtype)
-        if type(target) in SCALARS and not view.shape and tensor.dtype.kind in _KIND_OF[type(target)]:
+    def _stored(self, name: str, stored: str | StoredAs, target: Any) -> StoredArray:
+        if isinstance(stored, str):
+            tensor = self.manifest.tensors[stored]
+            return whole_array(tensor, self._order(name, tensor))
+        if isinstance(self.transpose, Mapping) and name in self.transpose:
+            raise UsageError(f"Cannot transpose {name!r}: it has a rule, expected the order of dims there")
+        return array_to_load(stored, name, self.manifest.tensors, stated(target).shape)
+
+    def _one(self, name: str, target: Any, stored: StoredArray) -> WantedArray:
+        tensors = [self.manifest.tensors[tensor.name] for tensor in stored.tensors]
+        tensor = tensors[0]
+        dtypes = {each.dtype for each in tensors}
+        if self.dtype is not None:
+            wanted = jax.numpy.dtype(self.dtype)
+            dtypes = {wanted if jax.numpy.issubdtype(each, jax.numpy.floating) else each for each in dtypes}
+        if type(target) in SCALARS and not stored.shape and tensor.dtype.kind in _KIND_OF[type(target)]:
             here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            return WantedArray(name, view, tensor.dtype, here, finish=type(target))
+            return WantedArray(name, stored, tensor.dtype, here, finish=type(target))
         found = stated(target)
-        if found.shape is not None and found.shape != view.shape:
+        if found.shape is not None and found.shape != stored.shape:
+            if len(tensors) > 1:
+                raise MismatchError(
+                    f"Cannot load {name!r}: its target has shape {found.shape}, but by its rule, the tensors make up "
+                    f"{stored.shape}. Change one of them"
+                )
             raise MismatchError(
                 f"Cannot load {name!r}: its target has shape {found.shape}, but tensor {tensor.name!r} has "
-                f"{view.shape}. Pass transpose= if only the order of its dims differs"
+                f"{stored.shape}. Pass transpose= if only the order of its dims differs"
             )
-        dtype = dtype if found.dtype is None else found.dtype
+        if len(dtypes) > 1 and found.dtype is None:
+            other = next(each for each in tensors if each.dtype != tensor.dtype)
+            raise MismatchError(
+                f"Cannot load {name!r}: {tensor.name!r} is stored in {tensor.dtype}, and {other.name!r} in "
+                f"{other.dtype}, expected one dtype. State one by dtype=, or in the target"
+            )
+        dtype = dtypes.pop() if found.dtype is None else found.dtype
         if found.on_host:
             here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            if not narrows(tensor.dtype, dtype):
-                check_cast(tensor.dtype, dtype, variable=name, tensor=tensor.name)
-            return WantedArray(name, view, dtype, here, self._order(name, tensor), found.finish, on_host=True)
+            for each in tensors:
+                if not narrows(each.dtype, dtype):
+                    check_cast(each.dtype, dtype, variable=name, tensor=each.name)
+            return WantedArray(name, stored, dtype, here, found.finish, on_host=True)
         placed = target_sharding(name, self._sharding(name, found), self.mesh)
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise UsageError(
                 f"Cannot load {name!r} as {dtype}: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or leave the "
                 "tensor out"
             )
-        return WantedArray(name, view, dtype, placed, self._order(name, tensor), found.finish)
+        return WantedArray(name, stored, dtype, placed, found.finish)
 
     def _sharding(self, name: str, found: Stated) -> Any:
         if found.sharding is not None:
@@ -167,12 +193,6 @@ class ArrayReader:
         if not isinstance(order, Sequence | np.ndarray) or sorted(order) != list(range(len(tensor.shape))):
             raise UsageError(f"Cannot transpose {name!r} of shape {tensor.shape} to {order}: expected each dim once")
         return tuple(order)
-
-    def _view(self, name: str, tensor: Tensor) -> View:
-        view, order = View.whole(tensor), self._order(name, tensor)
-        if order is None:
-            return view
-        return replace(view, shape=tuple(view.shape[d] for d in order), strides=tuple(view.strides[d] for d in order))
 
 
 _KIND_OF = {bool: "b", int: "iu", float: "f"}

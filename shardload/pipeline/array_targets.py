@@ -25,13 +25,16 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from shardload.errors import LayoutError, MismatchError, UnsupportedError, UsageError
 from shardload.keras_bridge.caller import warn_caller
-from shardload.manifest import Manifest, View
+from shardload.manifest import Manifest, Tensor
+from shardload.pipeline.array_parts import ArrayPart, StoredArray
+from shardload.pipeline.stored_as import StoredAs
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, resolve_devices
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.byte_source import check_tensor
 from shardload.transfer.casts import overflow_notes, wide
+from shardload.transfer.geometry import address
 from shardload.transfer.load_plan import ONE_DEVICE
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.scratch import copy
@@ -115,8 +118,16 @@ def is_in_default_memory(sharding: Placed) -> bool:
     return sharding.memory_kind in (None, next(iter(sharding.device_set)).default_memory().kind)
 
 
-def as_asked(array: Any, sharding: Placed) -> Any:
-    """Return a loaded array under the caller's sharding object; copy it only to another memory (``pinned_host``)."""
+def as_asked(array: Any, sharding: Placed, shape: tuple[int, ...]) -> Any:
+    """Return a loaded array under the caller's sharding object; copy it only to another memory (``pinned_host``).
+
+    Its shape may have more dims than ``shape`` (`FinerArray`), and the same elements in the same shards.
+    """
+    if array.shape != shape:
+        usual = sharding
+        if not is_in_default_memory(sharding):
+            usual = sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
+        array = reshaped(array, usual, shape, donate=True)
     if array.sharding is sharding:
         return array
     # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
@@ -124,6 +135,35 @@ def as_asked(array: Any, sharding: Placed) -> Any:
         return jax.device_put(array, sharding)
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def reshaped(array: Any, sharding: Placed, shape: tuple[int, ...], *, donate: bool) -> Any:
+    """Return an array with other dims, whose shards have the same elements in the same order: no device sends any.
+
+    CPU devices share the memory of both; others copy each shard, unless ``donate`` says that ``array`` is used no more.
+    """
+    local = sharding.shard_shape(shape)
+    if all(device.platform == "cpu" for device in sharding.device_set):
+        # CPU devices use the memory of the shards as it is, and JAX asks for one shard after the other.
+        held = {shard.device: np.asarray(shard.data).reshape(local) for shard in array.addressable_shards}
+        by_index = {
+            tuple((part.start, part.stop) for part in index): held[device]
+            for device, index in sharding.addressable_devices_indices_map(shape).items()
+            if index is not None
+        }
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: by_index[tuple((part.start, part.stop) for part in index)]
+        )
+    change = _reshaped_in_place if donate else _reshaped
+    shards = [change(shard.data, shape=local) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _reshaped(shard: Any, *, shape: tuple[int, ...]) -> Any:
+    return shard.reshape(shape)
+
+
+_reshaped_in_place = jax.jit(_reshaped, static_argnames="shape", donate_argnums=0)
 
 
 KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray, np.generic)
@@ -153,15 +193,24 @@ class WantedArray:
 
     name: str
     """Name of the target: its path in the tree of targets, or the name of a tensor."""
-    view: View
+    stored: StoredArray
+    """The array's shape, and the elements of tensors that it consists of."""
     dtype: np.dtype[Any]
     sharding: Placed
-    order: tuple[int, ...] | None = None
-    """For each dim of the array, its dim in the stored tensor (argument ``transpose``); ``None`` if no dim moves."""
     finish: Callable[[Any], Any] | None = None
     """Converts the loaded array to what the caller gets (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
     """Whether the caller gets an array of NumPy; ``sharding`` is not used then."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.stored.shape
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that the array consists of."""
+        return tuple(tensor.name for tensor in self.stored.tensors)
 
 
 def is_tree(targets: Any) -> bool:
@@ -215,13 +264,41 @@ def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
-    """Read a whole tensor on the host, for NumPy, numbers or checked casts; raise if a value exceeds the dtype."""
-    tensor = opened.manifest.tensors[one.view.tensor]
-    if opened.checker is not None:
-        check_tensor(opened.checker, tensor)
-    value = read_tensor(opened.manifest, tensor.name)
-    if one.finish in SCALARS:
-        return value.item()
+    """Read whole tensors on the host, for NumPy, numbers or checked casts; raise if a value exceeds the dtype."""
+    result, overflowed = np.zeros(one.shape, one.dtype), set[str]()
+    for stored in one.stored.tensors:
+        tensor = opened.manifest.tensors[stored.name]
+        if opened.checker is not None:
+            check_tensor(opened.checker, tensor)
+        value = np.ascontiguousarray(read_tensor(opened.manifest, tensor.name))
+        if one.finish in SCALARS:
+            return value.item()
+        _check_range(one, tensor, value)
+        report = functools.partial(_note, overflowed, tensor.name)
+        for part in stored.parts:
+            with np.errstate(all="ignore", over="call", call=report):
+                copy(result[part.box.slices] if result.ndim else result, _elements(value, part))
+    for note in overflow_notes(tuple(sorted(overflowed))):
+        warn_caller(note)
+    if one.on_host:
+        return result
+    mesh = mesh_devices_of(one.sharding).mesh
+    array_layout(one.name, result.shape, one.sharding, mesh)  # raises where the sharding does not divide
+    return jax.make_array_from_callback(result.shape, one.sharding, lambda index: np.array(result[index]))
+
+
+def _note(found: set[str], name: str, *_: object) -> None:
+    found.add(name)
+
+
+def _elements(value: np.ndarray[Any, Any], part: ArrayPart) -> np.ndarray[Any, Any]:
+    """Return the elements of a whole tensor that are in a box of an array, in the order of the array."""
+    offset = address(part.view, part.box.start) * value.itemsize
+    strides = tuple(t * value.itemsize for t in part.view.strides)
+    return np.ndarray(part.box.shape, value.dtype, value.reshape(-1).view(np.uint8).data, offset, strides)
+
+
+def _check_range(one: WantedArray, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
     if narrows(tensor.dtype, one.dtype) and value.size:
         info = np.iinfo(one.dtype)
         if not (info.min <= int(value.min()) and int(value.max()) <= info.max):
@@ -230,18 +307,6 @@ def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
                 f"{value.min()} to {value.max()}, expected {info.min} to {info.max}. "
                 f"Choose {tensor.dtype}{wide(tensor.dtype)}, or another dtype in which they fit"
             )
-    ordered = value.transpose(one.order or range(value.ndim))
-    if one.on_host:
-        result, overflowed = np.empty(ordered.shape, one.dtype), set[str]()
-        with np.errstate(all="ignore", over="call", call=lambda *_: overflowed.add(tensor.name)):
-            copy(result, ordered)
-        for note in overflow_notes(tuple(overflowed)):
-            warn_caller(note)
-        return result
-    host = ordered.astype(one.dtype)
-    mesh = mesh_devices_of(one.sharding).mesh
-    array_layout(one.name, host.shape, one.sharding, mesh)  # raises where the sharding does not divide
-    return jax.make_array_from_callback(host.shape, one.sharding, lambda index: np.array(host[index]))
 
 
 _BOXED = "value"
@@ -250,12 +315,55 @@ _SHOWN = 8
 """Most names that an error lists; it states how many more there are."""
 
 
+TensorNamesArgument: TypeAlias = Mapping[str, str | StoredAs] | Callable[[str], str | StoredAs] | None
+"""The caller's argument ``names``: for each target, the name of its tensor, or a rule for several tensors."""
+
+
+def stored_name(names: TensorNamesArgument, target: str) -> str | StoredAs:
+    """Return what the caller's argument ``names`` says for a target: by default, the tensor has the same name."""
+    found = names(target) if callable(names) else (names or {}).get(target, target)
+    if not isinstance(found, str | StoredAs):
+        raise UsageError(
+            f"Cannot use names: for target {target!r}, it gives {found!r:.60}, expected a tensor's name or a StoredAs"
+        )
+    return found
+
+
+def check_keys(argument: str, given: Any, names: Iterable[str], *, of: str) -> None:
+    """Raise if a key of a caller's mapping may be a misspelt name; other keys are of arrays that are not asked for.
+
+    So one table serves for a whole model and for each part of it. But a misspelt key would load another tensor, or dims
+    in the wrong order: a key is refused if it is like a name that has no entry, or if no key is a name.
+
+    Args:
+        argument: Name of the argument, for the error.
+        given: What the caller passed as the argument; anything but a mapping is accepted.
+        names: Names of the caller's targets or arrays.
+        of: What has these names: ``target`` or ``array``.
+    """
+    own = set(names)
+    unknown = [key for key in given if key not in own] if isinstance(given, Mapping) else []
+    if unknown and len(unknown) == len(given):
+        raise UsageError(f"Cannot use {argument}: no {of} is called {unknown[0]!r}. Use names of {of}s as keys")
+    # Names with other numbers are of other layers.
+    without: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(own - set(given)) if unknown else ():
+        without.setdefault(_numbers(name), []).append(name)
+    for key in unknown:
+        parts = _parts(str(key))
+        if like := next((n for n in without.get(_numbers(str(key)), ()) if _is_like(parts, _parts(n))), None):
+            raise UsageError(
+                f"Cannot use {argument}: no {of} is called {key!r}, but one {like!r}, which has no entry. Correct the "
+                "key, or leave it out"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Finds the tensor to load for a target: by the target's own name, or by the caller's argument ``names``."""
 
     manifest: Manifest
-    names: Mapping[str, str] | Callable[[str], str] | None
+    names: TensorNamesArgument
     _boxes: dict[str, str] = field(init=False, compare=False)
     """For each box of Flax in the checkpoint, by name, the name of the tensor that is its ``value``."""
 
@@ -277,14 +385,10 @@ class TensorNames:
         """Return the name of the target that is in the box of Flax (`nn.Partitioned`) at ``path`` of the tree."""
         return self.of_leaf((*path, jax.tree_util.GetAttrKey(_BOXED)))
 
-    def tensor(self, target: str) -> str:
-        """Return the name of the tensor for a target, whether or not the checkpoint has such a tensor."""
-        found = self.names(target) if callable(self.names) else (self.names or {}).get(target, target)
-        if not isinstance(found, str):
-            raise UsageError(
-                f"Cannot use names: for target {target!r}, it gives {found!r:.60}, expected a tensor's name"
-            )
-        return found if found in self.manifest.tensors else self._boxes.get(found, found)
+    def stored(self, target: str) -> str | StoredAs:
+        """Return the name of the tensor for a target, whether or not the checkpoint has such a tensor; or its rule."""
+        found = stored_name(self.names, target)
+        return self._boxes.get(found, found) if isinstance(found, str) and found not in self.manifest.tensors else found
 
     def check(self, tensors: Mapping[str, str], shapes: Mapping[str, tuple[int, ...] | None]) -> None:
         """Raise if the checkpoint lacks a target's tensor, and suggest names; ``tensors``: tensor names by target."""
@@ -298,8 +402,8 @@ class TensorNames:
             tensor, shape = tensors[target], shapes[target]
             fits = [n for n in free if shape is None or sorted(self.manifest.tensors[n].shape) == sorted(shape)]
             # Never a tensor of another layer, which has the same parameters.
-            parts = re.split(r"[./]", tensor)
-            likely = [n for n in fits if _is_like(parts, re.split(r"[./]", n))]
+            parts = _parts(tensor)
+            likely = [n for n in fits if _is_like(parts, _parts(n))]
             close = next(iter(difflib.get_close_matches(tensor, likely, n=1)), None)
             own = target or "the target itself"
             return own + (f" ({tensor})" if tensor != target else "") + (f", did you mean {close!r}?" if close else "")
@@ -323,6 +427,14 @@ def _boxes(names: Iterable[str]) -> dict[str, str]:
     return {place: name for place, name in inside.items() if below[place] == 1 and place not in every}
 
 
+def _parts(name: str) -> list[str]:
+    return re.split(r"[./]", name)
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", name))
+
+
 def _is_like(wanted: list[str], found: list[str]) -> bool:
     """Whether a name (a list of parts) may be suggested for another: parts are added, or one is spelt differently."""
     if len(wanted) != len(found):
@@ -330,7 +442,7 @@ def _is_like(wanted: list[str], found: list[str]) -> bool:
         return long[: len(short)] == short or long[-len(short) :] == short
     differing = [(a, b) for a, b in zip(wanted, found, strict=True) if a != b]
     return len(differing) <= 1 and all(
-        re.findall(r"\d+", a) == re.findall(r"\d+", b) and difflib.get_close_matches(a, [b]) for a, b in differing
+        _numbers(a) == _numbers(b) and difflib.get_close_matches(a, [b]) for a, b in differing
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
-from shardload.errors import MismatchError, UsageError, suggests_arguments
+from shardload.errors import MismatchError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest
 from shardload.pipeline.array_reader import ArrayReader, is_rule, leaves_of
@@ -26,9 +26,11 @@ from shardload.pipeline.array_targets import (
     SCALARS,
     Placed,
     TensorNames,
+    TensorNamesArgument,
     WantedArray,
     array_layout,
     as_asked,
+    check_keys,
     checked_value,
     first_names,
     is_in_default_memory,
@@ -42,7 +44,7 @@ from shardload.processes.joint_call import Call
 from shardload.progress import Progress, ProgressLike
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, local_positions, resolve_devices
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.location import Fingerprint
 from shardload.transfer.casts import overflow_notes
@@ -66,7 +68,7 @@ def load_arrays(
     targets: Any,
     *,
     mesh: MeshLike | None = None,
-    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    names: TensorNamesArgument = None,
     transpose: Mapping[str, Sequence[int]] | Callable[[str, tuple[int, ...]], Sequence[int] | None] | None = None,
     dtype: Any = None,
     strict: bool = True,
@@ -96,7 +98,10 @@ def load_arrays(
         mesh: The mesh of each `PartitionSpec`, in any form that `shardload.load` accepts. The axes of ``"2x4"`` are
             ``batch`` and ``model``. A `jax.ShapeDtypeStruct` without a sharding is whole on each of its devices, or
             split as its box (`nn.Partitioned`) says.
-        names: Tensor names by target names, as a mapping of those that differ or a function.
+        names: Tensor names by target names, as a mapping of those that differ or a function. A mapping may have
+            more entries, for targets that this call does not have. A `StoredAs` instead of a name is a rule for an
+            array that is stored in another form: layers in tensors of their own, fused, with other dims or without
+            padding.
         transpose: The order of the tensor's dims in an array, by target name; or a function of the target's name and
             the tensor's shape that returns it, or ``None``. Transposed tensors are read like others.
         dtype: Dtype of floating-point arrays whose target states none, also one of float8; the tensor's own by default.
@@ -171,10 +176,8 @@ def _requested(request: ArraysRequest, manifest: Manifest) -> tuple[list[WantedA
     specs = {known.of_box(path): spec for path, spec in specs_of_boxes(request.targets)}
     reader = ArrayReader(manifest, mesh, specs, known, request.transpose, request.float_dtype)
     leaves, rebuild = leaves_of(request.targets, reader)
-    # A misspelt key would load another tensor, or dims in the wrong order.
     for argument, value in (("names", request.names), ("transpose", request.transpose)):
-        if unknown := sorted(set(value) - set(leaves)) if isinstance(value, Mapping) else []:
-            raise UsageError(f"Cannot use {argument}: no target is called {unknown[0]!r}. Use names of targets as keys")
+        check_keys(argument, value, leaves, of="target")
     wanted = reader.wanted(leaves)
     if request.strict:
         _check_all_used(manifest, wanted, by_rule=is_rule(request.targets))
@@ -183,7 +186,7 @@ def _requested(request: ArraysRequest, manifest: Manifest) -> tuple[list[WantedA
 
 def _check_all_used(manifest: Manifest, wanted: Sequence[WantedArray], *, by_rule: bool) -> None:
     # A rule sees every tensor, so what it leaves out is left out on purpose; but not all of them.
-    used = {one.view.tensor for one in wanted}
+    used = {name for one in wanted for name in one.tensors}
     if not by_rule and (unused := [name for name in manifest.tensors if name not in used]):
         raise MismatchError(
             f"Cannot load from {manifest.source}: no target names {len(unused)} of its tensors:\n  "
@@ -201,15 +204,22 @@ def _bindings(group: Iterable[WantedArray], mesh: MeshSpec) -> Iterator[Binding]
     # Layers repeat, so thousands of small arrays have a few layouts.
     layouts: dict[tuple[Placed, tuple[int, ...]], Layout] = {}
     for one in group:
-        key = one.sharding, one.view.shape
+        key = one.sharding, one.shape
         if key not in layouts:
-            layouts[key] = array_layout(one.name, one.view.shape, one.sharding, mesh)
-        yield Binding(one.name, one.view, one.dtype, layouts[key])
+            layouts[key] = array_layout(one.name, one.shape, one.sharding, mesh)
+        layout, stored = layouts[key], one.stored
+        if stored.finer is not None and (finer := stored.finer.layout(layout)) is not None:
+            layout, stored = finer, stored.finer.stored
+        whole = Bounds.whole(stored.shape)
+        for part in stored.parts:
+            box = None if part.box == whole else part.box
+            yield Binding(one.name, part.view, one.dtype, layout, box=box)
 
 
 def _is_read_whole(opened: OpenedSource, one: WantedArray) -> bool:
     """Whether an array is read whole on the host: integers of a wider dtype, Python's numbers, arrays of NumPy."""
-    return narrows(opened.manifest.tensors[one.view.tensor].dtype, one.dtype) or one.finish in SCALARS or one.on_host
+    narrow = any(narrows(opened.manifest.tensors[name].dtype, one.dtype) for name in one.tensors)
+    return narrow or one.finish in SCALARS or one.on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +243,7 @@ def _plans(
     opened: OpenedSource, wanted: Sequence[WantedArray], budget: int | None, *, replicas: Replicas | None
 ) -> list[_MeshPlan]:
     """Plan all transfers before the first read, so that what cannot be read or does not fit is refused at once."""
-    require_decoders(opened.manifest.tensors[one.view.tensor] for one in wanted)
+    require_decoders(opened.manifest.tensors[name] for one in wanted for name in one.tensors)
     by_mesh: dict[MeshDevices, list[WantedArray]] = {}
     # By name: all processes exchange the arrays of one mesh after those of another.
     for one in sorted(wanted, key=lambda one: one.name):
@@ -271,11 +281,11 @@ def _transfer(
 ) -> dict[str, Any]:
     arrays = {one.name: checked_value(opened, one) for one in wanted if _is_read_whole(opened, one)}
     overflowed: tuple[str, ...] = ()
-    shardings = {one.name: one.sharding for one in wanted}
+    shardings, shapes = {one.name: one.sharding for one in wanted}, {one.name: one.shape for one in wanted}
     usual = {sharding: is_in_default_memory(sharding) for sharding in dict.fromkeys(shardings.values())}
 
     def ready(name: str, array: Any) -> None:
-        arrays[name] = as_asked(array, shardings[name])
+        arrays[name] = as_asked(array, shardings[name], shapes[name])
 
     try:
         for each in plans:
@@ -290,7 +300,11 @@ def _transfer(
                 on_ready=ready,
                 progress=shown.advance,
                 check=opened.checker,
-                shardings={name: sharding for name, sharding in shardings.items() if usual[sharding]},
+                shardings={
+                    binding.name: shardings[binding.name]
+                    for binding in each.bindings
+                    if usual[shardings[binding.name]] and binding.view.shape == shapes[binding.name]
+                },
             )
             overflowed += stats.overflowed
     finally:

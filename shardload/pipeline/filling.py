@@ -186,7 +186,8 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
 def _model(prepared: PreparedLoad) -> Facts:
     # By place, never by name (module docstring); a variable without a tensor keeps its line.
     found = {id(v): f"{stored_dtype(v)} {tuple(v.shape)}, no tensor" for v in all_variables(prepared.model).values()}
-    found |= {id(b.variable): f"{b.dtype} {b.view.shape} from {b.view}" for b in prepared.mapping.bindings}
+    outputs = ((o, b.view) for b in prepared.mapping.bindings for o in b.outputs)
+    found |= {id(o.variable): f"{o.dtype} {o.shape} from {view}" for o, view in outputs}
     for computed in prepared.mapping.computed:
         found |= {id(v): f"computed from {', '.join(computed.tensors)}" for v in computed.variables}
     return {f"Variable {number}": text for number, text in enumerate(found.values())}

@@ -26,7 +26,15 @@ from jax.sharding import NamedSharding, Sharding
 from shardload import processes
 from shardload.errors import UsageError
 from shardload.pipeline.array_reader import is_rule, takes
-from shardload.pipeline.array_targets import KINDS, SCALARS, Placed, WantedArray, array_layout, mesh_devices_of
+from shardload.pipeline.array_targets import (
+    KINDS,
+    SCALARS,
+    Placed,
+    TensorNamesArgument,
+    WantedArray,
+    array_layout,
+    mesh_devices_of,
+)
 from shardload.pipeline.source_facts import owners_topic, source_topics
 from shardload.processes.agreement import Facts, Topic
 from shardload.processes.joint_call import Alone, Call, joint
@@ -48,7 +56,7 @@ class ArraysRequest:
     source: PathLike
     targets: Any
     mesh: MeshLike | None = None
-    names: Mapping[str, str] | Callable[[str], str] | None = None
+    names: TensorNamesArgument = None
     transpose: Mapping[str, Sequence[int]] | Callable[[str, tuple[int, ...]], Sequence[int] | None] | None = None
     dtype: Any = None
     strict: bool = True
@@ -182,8 +190,8 @@ def _mesh(found: Any) -> str:
 
 
 def _array(one: WantedArray) -> str:
-    view = one.view
-    return f"{one.dtype} {view.shape} from tensor {view.tensor!r}, offset {view.offset}, strides {view.strides}"
+    views = (f"{part.box.start} from {part.view}" for part in one.stored.parts)
+    return f"{one.dtype} {one.shape}: {'; '.join(views)}"
 
 
 def _layout(one: WantedArray, meshes: Mapping[Any, int]) -> str:
@@ -192,4 +200,4 @@ def _layout(one: WantedArray, meshes: Mapping[Any, int]) -> str:
     placed: Placed = one.sharding
     found = mesh_devices_of(placed)
     memory = "" if placed.memory_kind is None else f" in {placed.memory_kind}"
-    return f"{array_layout(one.name, one.view.shape, placed, found.mesh)} on mesh {meshes[found]}{memory}"
+    return f"{array_layout(one.name, one.shape, placed, found.mesh)} on mesh {meshes[found]}{memory}"

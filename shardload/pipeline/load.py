@@ -35,6 +35,7 @@ from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of, walking_vocabularies_once
+from shardload.keras_bridge.quantising import quantisation_text
 from shardload.keras_bridge.recording import seeded
 from shardload.layouts.choice import current_devices
 from shardload.loaders import spec_of
@@ -59,6 +60,7 @@ from shardload.pipeline.request import (
 )
 from shardload.processes.joint_call import Alone, Call, joint
 from shardload.reports import ByteCounts, HostBytes, LoadReport, PlanReport
+from shardload.resolve.adapters import open_adapters, with_adapters
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import (
     MeshDevices,
@@ -107,6 +109,10 @@ def joint_load(request: JointRequest) -> Iterator[Call]:
     else:
         compared = {name: getattr(request, name) for name in request.compared_names}
         compared |= {"warm_up": str(request.warming)} if request.warm_up else {}
+        if not isinstance(request, RestoreRequest) and request.quantize is not None:
+            compared["quantize"] = quantisation_text(request.quantize)
+        if isinstance(request, LoadRequest) and request.adapter is not None:
+            compared["adapter"] = request.adapter_names
         with joint(request.function, request.source, compared) as call:
             request.check()
             yield call
@@ -127,13 +133,16 @@ def _is_local(request: JointRequest) -> bool:
 
 def open_requested(request: LoadRequest | LoadWeightsRequest) -> OpenedSource:
     """Open the checkpoint that a request names, and read the model's description too if the model is to be built."""
-    return open_source(
+    opened = open_source(
         request.source,
         request.format,
         described=request.matching.builds,
         step=request.step,
         ignore_config=request.matching.ignore_config,
     )
+    if not isinstance(request, LoadRequest) or not request.adapters:
+        return opened
+    return with_adapters(opened, open_adapters(request.adapters), dtype=request.construction.dtype)
 
 
 def open_planned(request: PlanRequest) -> OpenedSource:
@@ -211,6 +220,8 @@ def run_load(
                     process_of=None if call.is_alone else process_numbers(devices.devices),
                     replicas=request.reading,
                     io=request.io,
+                    quantisation=request.quantisation,
+                    keep=request.keeps_codes,
                 ).validated()
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)
@@ -291,9 +302,20 @@ def plan_load(request: PlanRequest) -> PlanReport:
         model = build(source.manifest, request.construction)
     with clock("plan"):
         prepared = preparing.prepare_load(
-            source, model, devices, layout=layout, matching=request.matching, budget_bytes=request.budget_bytes
+            source,
+            model,
+            devices,
+            layout=layout,
+            matching=request.matching,
+            budget_bytes=request.budget_bytes,
+            quantisation=request.quantisation,
+            keep=request.keeps_codes,
         )
         hosts = None if request.hosts is None else host_reads(prepared, request.hosts, request.reading)
+    before = model
+    if prepared.kernels and (request.device_budget_bytes, request.cache_size) != (None, None):
+        with clock("build"):
+            before = build(source.manifest, request.construction)
     return reporting.plan_report(
         prepared,
         clock,
@@ -301,6 +323,7 @@ def plan_load(request: PlanRequest) -> PlanReport:
         device_memory_bytes=request.device_budget_bytes,
         hosts=hosts,
         cache_size=request.cache_size,
+        model=before,
     )
 
 

@@ -13,11 +13,15 @@ from typing import Any
 from shardload import mapping as tensor_mapping
 from shardload.errors import MismatchError
 from shardload.hub import quantised
+from shardload.keras_bridge.quantising import QuantisedKernel, quantise_structure, renew_optimizer
 from shardload.layouts.choice import current_layout
 from shardload.loaders import spec_of
+from shardload.loaders.quantised.kept import without_dequantised
 from shardload.manifest import Manifest
+from shardload.mapping.keeping import kept_kernels, kept_manifest, kept_map, pack_kernels
 from shardload.mapping.layer_hooks import has_keras_hook
 from shardload.mapping.outside import OutsideTensor
+from shardload.mapping.quantising import quantised_layouts, quantised_map
 from shardload.mapping.stored_values import lacking_values, stored_values
 from shardload.mapping.variable_map import Mismatch, VariableMap
 from shardload.parallel import LayoutChoice, choose
@@ -66,6 +70,8 @@ class PreparedLoad:
     """For unused tensors, by name, the reason why the model does not use them, if it is known."""
     owners: OwnerPlan | None = None
     """Which process reads what, and what they exchange; ``None`` if one process loads alone."""
+    kernels: tuple[QuantisedKernel, ...] = ()
+    """The kernels that are quantised while they are loaded."""
 
     @property
     def manifest(self) -> Manifest:
@@ -117,7 +123,10 @@ class PreparedLoad:
         )
         if self.matching.as_keras:
             raise MismatchError(misfit)
-        raise MismatchError(f"{misfit}\nThe model is unchanged.", self._fix(), other_arguments=not self.mapping.advice)
+        state = "The model is unchanged."
+        if self.kernels and not self.matching.builds:
+            state = "The model is quantised, without values. Build it again before another load."
+        raise MismatchError(f"{misfit}\n{state}", self._fix(), other_arguments=not self.mapping.advice)
 
     def _integers_for_floats(self) -> Iterator[str]:
         """Yield a problem for each integer tensor that would fill a float variable: quantised codes without scales.
@@ -165,15 +174,21 @@ def prepare_load(
     process_of: Sequence[int] | None = None,
     replicas: Replicas = "auto",
     io: Io = "buffered",
+    quantisation: Any = None,
+    keep: bool = False,
 ) -> PreparedLoad:
     """Decide which tensor fills which variable, in which layout, and what is read when; the model is not changed.
 
-    ``process_of`` has the process of each mesh position, if several load together.
+    ``process_of`` has the process of each mesh position, if several load together. With ``quantisation``, Keras'
+    configuration of one, the model is quantised, which gives it other variables; so does ``keep``, which keeps the
+    codes of a quantised folder.
     """
     manifest, ignored = source.manifest, matching.ignore_config
     # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)
     names, as_keras = matching.names, matching.as_keras
+    if quantisation is not None or keep:
+        renew_optimizer(model)
     if matching.is_restore:
         items, rename = matching.items, matching.rename
         mapping = tensor_mapping.map_state(model, manifest, items=items, rename=rename, names=names)
@@ -187,7 +202,22 @@ def prepare_load(
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
     devices = replace(devices, mesh=layouts.mesh)  # a plan may divide one of its axes in two
     # Layouts come after mapping, because rules look at variables, and before planning, which needs every shard.
-    mapping = replace(mapping, bindings=tuple(replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings))
+    kernels: Sequence[QuantisedKernel] = ()
+    before = layouts
+    if quantisation is not None:
+        kernels = quantise_structure(model, quantisation)
+        layouts = quantised_layouts(before, model, kernels)
+        mapping = quantised_map(mapping, kernels, before=before, after=layouts)
+    if keep:
+        stored = kept_kernels(model, mapping, manifest)
+        kernels = pack_kernels(model, stored)
+        layouts = quantised_layouts(before, model, kernels)
+        mapping = kept_map(mapping, stored, kernels, before=before, after=layouts)
+        manifest = kept_manifest(manifest, stored)
+        source = replace(source, manifest=manifest, notes=without_dequantised(source.notes))
+    # What is quantised is staged in a layout of its own.
+    laid_out = (b if b.encoding else replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings)
+    mapping = replace(mapping, bindings=tuple(laid_out))
     owners = None
     if process_of is not None and mapping.bindings:
         on_cpu = any(device is not None and device.platform == "cpu" for device in devices.devices)
@@ -208,7 +238,10 @@ def prepare_load(
     )
     notes = (*source.notes, *notes, *filter(None, [reading.note]))
     found = PreparedLoad(
-        *(source, model, devices, matching, mapping, layouts, plan, notes), owners=owners, direct=reading.direct
+        *(source, model, devices, matching, mapping, layouts, plan, notes),
+        owners=owners,
+        direct=reading.direct,
+        kernels=tuple(kernels),
     )
     # Only a model built from the description shows which tensors lie outside of it; any other may be the wrong one.
     if not matching.builds:

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import UnsupportedError
@@ -17,9 +18,10 @@ from shardload.keras_bridge.hub_imports import imports_s
 from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.layouts.kv_cache import KvCache
+from shardload.mapping.quantising import quantised_bytes
 from shardload.mapping.roles import AVERAGE
-from shardload.parallel import fit, smallest_mesh
-from shardload.parallel.choosing import belongs_to_a_mesh
+from shardload.parallel import choose
+from shardload.parallel.choosing import MeshFit, belongs_to_a_mesh, fit_weights, smallest_fit
 from shardload.reports import (
     ByteCounts,
     Cast,
@@ -38,6 +40,7 @@ from shardload.reports import (
     fold,
 )
 from shardload.reports.facts import CacheBytes, CacheUse, Note, NoteKind
+from shardload.sharding.mesh import MeshSpec
 from shardload.stores.cache_choice import current_cache
 from shardload.stores.range_cache import CacheTraffic
 from shardload.transfer.casts import overflow_notes
@@ -162,8 +165,12 @@ def plan_report(
     device_memory_bytes: int | None,
     hosts: HostReads | None,
     cache_size: tuple[int, int] | None,
+    model: Any,
 ) -> PlanReport:
-    """Build the report of a load that was only planned; ``cache_size``: rows and tokens of a KV cache to count."""
+    """Build the report of a load that was only planned; ``cache_size``: rows and tokens of a KV cache to count.
+
+    ``model`` is the model that was planned, before it was quantised.
+    """
     plan = prepared.plan
     facts = _facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes)
     if layout == "search" and device_memory_bytes is not None:
@@ -175,13 +182,15 @@ def plan_report(
     cache: KvCache | None = None
     if cache_size is not None:
         try:
-            cache = KvCache.of(prepared.model, rows=cache_size[0], tokens=cache_size[1])
+            cache = KvCache.of(model, rows=cache_size[0], tokens=cache_size[1])
         except UnsupportedError as error:
             facts["notes"] += (f"the KV cache is not counted: {error}",)
     use = None
     if cache is not None:
-        use = CacheUse(cache.rows, cache.tokens, cache.nbytes, cache.bytes_under(prepared.layouts))
-    return PlanReport(**facts, fits=_fit(prepared, layout, device_memory_bytes, cache), hosts=hosts, kv_cache=use)
+        layouts = choose(model, prepared.devices.mesh, layout) if prepared.kernels else prepared.layouts
+        use = CacheUse(cache.rows, cache.tokens, cache.nbytes, cache.bytes_under(layouts))
+    fits = _fit(prepared, layout, device_memory_bytes, cache, model)
+    return PlanReport(**facts, fits=fits, hosts=hosts, kv_cache=use)
 
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
@@ -223,6 +232,10 @@ def _weights(prepared: PreparedLoad) -> dict[str, Any]:
     # Equal for all positions, because every split is even.
     device_bytes = sum(v.device_bytes for v in used)
     sharded = sum(v.shape != v.shard_shape for v in used)
+    # Of what is quantised, the floats count, not codes and scales.
+    encoded = (o for b in prepared.mapping.bindings if b.encoding is not None for o in b.outputs)
+    more = sum(math.prod(kernel.kernel.shape) for kernel in prepared.kernels)
+    more -= sum(math.prod(o.shape) for o in encoded)
     return {
         "mesh": str(prepared.devices.mesh),
         "devices": tuple(
@@ -230,7 +243,7 @@ def _weights(prepared: PreparedLoad) -> dict[str, Any]:
             for position, d in enumerate(prepared.devices.devices)
         ),
         "variables": len(used),
-        "parameters": sum(math.prod(v.shape) for v in used),
+        "parameters": sum(math.prod(v.shape) for v in used) + more,
         "weight_bytes": sizes.total(),
         "dtypes": tuple(name for name, _ in sizes.most_common()),
         "layout": LayoutSummary(sharded, len(used) - sharded, prepared.layouts.fallbacks, used),
@@ -239,7 +252,7 @@ def _weights(prepared: PreparedLoad) -> dict[str, Any]:
 
 def _variables(prepared: PreparedLoad) -> tuple[VariableUse, ...]:
     """Return an entry for each variable that gets a value from the checkpoint, in the order of the model."""
-    named = [(b.name, b.variable, b.view.tensor) for b in prepared.mapping.bindings]
+    named = [(o.name, o.variable, b.view.tensor) for b in prepared.mapping.bindings for o in b.outputs]
     named += [(name, v, "") for c in prepared.mapping.computed for name, v in zip(c.names, c.variables, strict=True)]
     used: dict[int, VariableUse] = {}
     for name, variable, tensor in named:
@@ -283,17 +296,25 @@ def _notes(prepared: PreparedLoad) -> Iterator[str]:
     yield from (f"replicated though large: {paths}" for paths in fold(layouts.replicated_large))
     if prepared.plan.budget_raised:
         size = format_bytes(prepared.plan.host_memory_bytes)
-        yield f"host-memory budget raised to {size}, because chunks of the checkpoint decode as a whole"
+        why = "chunks of the checkpoint decode as a whole"
+        why += ", or kernels are quantised as a whole" if prepared.kernels else ""
+        yield f"host-memory budget raised to {size}, because {why}"
 
 
-def _fit(prepared: PreparedLoad, layout: Any, device_memory_bytes: int | None, cache: KvCache | None) -> Fit | None:
+def _fit(
+    prepared: PreparedLoad, layout: Any, device_memory_bytes: int | None, cache: KvCache | None, model: Any
+) -> Fit | None:
     if device_memory_bytes is None:
         return None
-    model = prepared.model
-    found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout, cache=cache)
-    smallest = None
-    if not belongs_to_a_mesh(layout):
-        smallest = smallest_mesh(model, device_memory_bytes, layout=layout, cache=cache)
+    options: dict[str, Any] = {"layout": layout, "cache": cache}
+    if prepared.kernels:
+        options["weight_bytes"] = partial(quantised_bytes, kernels=prepared.kernels)
+
+    def fit_on(mesh: MeshSpec) -> MeshFit:
+        return fit_weights(model, mesh, device_memory_bytes, **options)
+
+    found = fit_on(prepared.devices.mesh)
+    smallest = None if belongs_to_a_mesh(layout) else smallest_fit(fit_on)
     # The search tries powers of two only, and the mesh of the plan may be smaller.
     if smallest is not None and found.fits and found.mesh.size < smallest.mesh.size:
         smallest = found

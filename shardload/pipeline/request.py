@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 import jax
@@ -20,15 +21,17 @@ import keras
 
 from shardload.errors import BackendError, UnsupportedError, UsageError
 from shardload.hub import fidelity
+from shardload.keras_bridge.quantising import check_quantisable, quantisation_config
 from shardload.mapping.stored_state import Items
 from shardload.pipeline.warm_up import WarmUp
 from shardload.progress import Progress, ProgressLike, as_progress
+from shardload.resolve.adapters import weighted_folders
 from shardload.sharding.devices import device_list, has_mesh, mesh_of
 from shardload.sharding.mesh import planned_mesh
 from shardload.transfer.casts import ENABLE_64_BITS
 from shardload.transfer.direct_io import Io
 from shardload.transfer.owners import Replicas
-from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
+from shardload.typing import AdapterLike, DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import (
     UNIT_NEEDED,
     byte_count,
@@ -39,6 +42,8 @@ from shardload.units import (
     rows_and_tokens,
 )
 
+Quantized = Literal["dequantize", "keep"]
+"""What becomes of weights that are quantised in a Hugging Face folder."""
 OnFailure = Literal["raise", "tell", "restore"]
 """What a failed load does. ``raise``: only raise the error, because the caller has no model yet. ``tell``: also say
 in the error which values the model has now. ``restore``: put back the old values, which are kept during the load."""
@@ -181,6 +186,24 @@ class _Building(_Arguments):
     task: bool = True
     format: str | None = None
     ignore_config: Sequence[str] = ()
+    quantize: Any = None
+    quantized: Quantized = "dequantize"
+
+    @cached_property
+    def quantisation(self) -> Any:
+        """Keras' configuration of the quantisation, checked; ``None`` if the model is not to be quantised."""
+        return None if self.quantize is None else quantisation_config(self.quantize)
+
+    @cached_property
+    def keeps_codes(self) -> bool:
+        """Whether weights that are quantised are to stay so, checked."""
+        check_choice("quantized", self.quantized, get_args(Quantized))
+        if self.quantized == "keep" and self.quantize is not None:
+            raise UsageError(
+                f"Cannot use quantize={self.quantize!r:.60} with quantized='keep': expected one of them. quantize= "
+                "makes new codes of the weights, 'keep' uses those of the checkpoint"
+            )
+        return self.quantized == "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +232,7 @@ class LoadRequest(_Building):
 
     compared_names = (
         *("step", "strict", "atomic", "ignore", "ignore_config"),
-        *("task", "compile", "safe_mode", "custom_objects", "replicas"),
+        *("task", "compile", "safe_mode", "custom_objects", "replicas", "quantized"),
     )
 
     strict: bool = True
@@ -219,11 +242,25 @@ class LoadRequest(_Building):
     atomic: bool = False
     step: int | str = "latest"
     io: Io = "buffered"
+    adapter: AdapterLike | None = None
 
     @property
     def loads_optimizer(self) -> bool:
         """Whether to load the state of the optimizer, if the checkpoint has it."""
-        return self.compile
+        return self.compile and self.quantize is None and not self.keeps_codes
+
+    @cached_property
+    def adapters(self) -> tuple[tuple[PathLike, float], ...]:
+        """The folders of adapters and their weights, checked."""
+        return weighted_folders(self.adapter)
+
+    @property
+    def adapter_names(self) -> str:
+        """Names and weights of the adapters, which are equal on all processes; paths may differ."""
+        try:
+            return ", ".join(f"{weight:g} x {Path(folder).name}" for folder, weight in self.adapters)
+        except UsageError:  # `check` raises it, on all processes
+            return ""
 
     @cached_property
     def construction(self) -> Construction:
@@ -249,7 +286,12 @@ class LoadRequest(_Building):
         check_choice("io", self.io, get_args(Io))
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.reading, self.placement, self.reporter
-        _ = self.warming
+        _ = self.warming, self.quantisation, self.adapters
+        if self.keeps_codes and self.adapters:
+            raise UsageError(
+                "Cannot use adapter with quantized='keep': it is merged into floats. Load the folder without adapter, "
+                "then call shardload.load_adapter(model, folder), or leave out quantized"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +307,8 @@ class LoadWeightsRequest(_Filling):
     items: Literal["all", "weights"] = "all"
     step: int | str = "latest"
     io: Io = "buffered"
+    quantize: Any = None
+    keeps_codes: ClassVar[bool] = False
     as_keras: bool = False
     """Whether Keras' rules apply, by which unused tensors are no error: set for calls of Keras that `shardload.fast`
     replaces; not public."""
@@ -272,7 +316,12 @@ class LoadWeightsRequest(_Filling):
     @property
     def loads_optimizer(self) -> bool:
         """Whether to load the state of the optimizer, if the checkpoint has it."""
-        return self.items != "weights"
+        return self.items != "weights" and self.quantize is None
+
+    @cached_property
+    def quantisation(self) -> Any:
+        """Keras' configuration of the quantisation, checked; ``None`` if the model is not to be quantised."""
+        return None if self.quantize is None else quantisation_config(self.quantize)
 
     @cached_property
     def matching(self) -> Matching:
@@ -290,6 +339,8 @@ class LoadWeightsRequest(_Filling):
         _ = self.matching, self.budget_bytes, self.reading
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
         check_keras_model(self.model, built=not self.as_keras)
+        if self.quantisation is not None:
+            check_quantisable(self.model)
         _ = self.placement, self.reporter, self.warming
 
 
@@ -330,7 +381,7 @@ class PlanRequest(_Building):
         if self.hosts is not None and (type(self.hosts) is not int or self.hosts < 1):
             raise UsageError(f"Cannot use hosts={self.hosts!r}: expected a number of hosts, such as 2")
         _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.cache_size
-        _ = self.reading
+        _ = self.reading, self.quantisation, self.keeps_codes
         _ = self.placement, self.reporter
 
 
@@ -341,6 +392,8 @@ class RestoreRequest(_Filling):
     function: ClassVar[str] = "restore"
     io: ClassVar[Io] = "buffered"
     loads_optimizer: ClassVar[bool] = True
+    quantisation: ClassVar[None] = None
+    keeps_codes: ClassVar[bool] = False
     text_steps: ClassVar[tuple[str, ...]] = ()
     compared_names = ("step", "items", "rename", "names", "strict", "atomic", "fallback", "replicas")
 
@@ -378,6 +431,11 @@ JointRequest: TypeAlias = LoadRequest | LoadWeightsRequest | RestoreRequest
 def check_keras_model(model: Any, *, built: bool = True) -> None:
     """Raise unless ``model`` is a Keras model with weights to fill; with ``built``, all its layers must be built."""
     if isinstance(model, type) or not hasattr(model, "weights"):
+        if isinstance(model, (dict, list, tuple)):  # its text would be the values of arrays
+            raise UsageError(
+                f"Cannot use a {type(model).__name__} as model: expected a Keras model. For a pytree of arrays, there "
+                "are shardload.save_arrays and load_arrays"
+            )
         raise UsageError(f"Cannot use {model!r:.60} as model: expected a Keras model, got {type(model).__name__}")
     check_backend()
     if built and not getattr(model, "built", True):

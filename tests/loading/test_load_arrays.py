@@ -203,6 +203,7 @@ OTHER = "Cannot use transpose: no target is called 'idz'"
         ({"scale": Struct((), np.float64, sharding=HERE)}, {"strict": False}, UsageError, WIDE),
         ({"ids": P()}, {"strict": False, "transpose": {"idz": (0,)}}, UsageError, OTHER),
         ({"ids": P()}, {"names": {"ID": "ids"}}, UsageError, "Cannot use names: no target is called 'ID'"),
+        ({"ids": P(), "scale": P()}, {"names": {"scale": "scale", "idz": "x"}}, UsageError, "but one 'ids', which has"),
         ({"ids": P()}, {"strict": False, "transpose": {"ids": True}}, UsageError, "expected each dim once"),
         ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
         ({"ids": P()}, {"host_memory_bytes": "much"}, UsageError, "host_memory_bytes: Cannot read 'much'"),
@@ -268,6 +269,32 @@ def test_a_small_array_is_dispatched_once_with_the_callers_own_sharding(tmp_path
     for i, (name, value) in enumerate(values.items()):
         assert found[name].sharding is wanted[i % 3]
         assert_holds(found[name], value, wanted[i % 3])
+
+
+def test_one_table_serves_a_model_and_a_part_of_it(tmp_path, mesh):
+    kinds = ("q_proj", "k_proj", "up_proj")
+    stored = {f"h.{i}.{k}": np.arange(16, dtype=np.float32).reshape(4, 4) + i for i in range(2) for k in kinds}
+    save_file(stored | {"norm": np.ones(4, np.float32)}, tmp_path / "m.safetensors")
+    names = {f"layers.{i}.{k[:-5]}.kernel": f"h.{i}.{k}" for i in range(2) for k in kinds}
+    options = {"mesh": mesh, "names": names, "transpose": dict.fromkeys(names, (1, 0))}
+    whole = shardload.load_arrays(tmp_path / "m.safetensors", dict.fromkeys((*names, "norm"), P()), **options)
+    for part in (["layers.0.q.kernel", "layers.1.up.kernel"], ["layers.1.k.kernel", "norm"]):
+        found = shardload.load_arrays(tmp_path / "m.safetensors", dict.fromkeys(part, P()), strict=False, **options)
+        assert all(np.array_equal(found[name], whole[name]) for name in part)
+    assert np.array_equal(found["layers.1.k.kernel"], stored["h.1.k_proj"].T)
+
+
+@pytest.mark.parametrize(
+    ("key", "target"),
+    [("layers.0.q.kernl", "layers.0.q.kernel"), ("params.w", "w"), ("w", "w.value"), ("a/w", "a.w")],
+)
+def test_a_key_that_may_be_a_misspelt_target_is_refused(key, target, tmp_path):
+    save_file({target: np.eye(4), "b": np.eye(4)}, tmp_path / "m.safetensors")
+    targets, order = dict.fromkeys((target, "b"), HERE), {"b": (0, 1), key: (1, 0)}
+    with pytest.raises(UsageError, match=f"no target is called '{key}', but one '{target}', which has no entry"):
+        shardload.load_arrays(tmp_path / "m.safetensors", targets, transpose=order)
+    order[target] = (0, 1)  # then the key is another name
+    assert len(shardload.load_arrays(tmp_path / "m.safetensors", targets, transpose=order, dtype="float32")) == 2
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".weights.h5", ".gguf"])

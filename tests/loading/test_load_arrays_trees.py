@@ -1,12 +1,16 @@
 """Trees of other libraries as targets of `load_arrays`: modules, boxes, typed keys, numbers, formats."""
 
 import dataclasses
-import importlib
 
+import equinox as eqx
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen, nnx
+from flax.training import train_state as training
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -305,12 +309,7 @@ def test_what_is_no_target_is_told(path):
         shardload.load_arrays(path, P(P.UNCONSTRAINED), mesh="1x8")
 
 
-def of(library):
-    return pytest.importorskip(library, reason="compared with the libraries themselves: make libraries")
-
-
 def test_modules_of_equinox(tmp_path):
-    eqx = of("equinox")
     module = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     arrays = jax.tree_util.tree_flatten_with_path(eqx.filter(module, eqx.is_array))[0]
     named = {jax.tree_util.keystr(p)[1:].replace("[", ".").replace("]", ""): np.asarray(v) + 1 for p, v in arrays}
@@ -321,10 +320,6 @@ def test_modules_of_equinox(tmp_path):
 
 
 def test_states_of_flax(tmp_path, mesh):
-    of("flax")
-    flax, linen, nnx, optax, training = map(
-        importlib.import_module, ("flax", "flax.linen", "flax.nnx", "optax", "flax.training.train_state")
-    )
     layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     save_file({"kernel": WEIGHT, "bias": BIAS}, tmp_path / "m.safetensors")
     found = shardload.load_arrays(tmp_path / "m.safetensors", layer)
@@ -358,3 +353,26 @@ def test_states_of_flax(tmp_path, mesh):
     ocp.save(tmp_path / "nnx", state)
     found = shardload.load_arrays(tmp_path / "nnx", nnx.to_pure_dict(state))
     assert np.array_equal(found["kernel"], layer.kernel[...])
+
+
+def test_an_abstract_model_of_nnx_is_loaded_without_its_other_state(tmp_path, mesh):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            split = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, "model"))
+            self.layers = nnx.List([nnx.Linear(8, 4, kernel_init=split, rngs=rngs)])
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.layers[0](x))
+
+    save_file({"layers.0.kernel": WEIGHT, "layers.0.bias": BIAS}, tmp_path / "m.safetensors")
+    graph, shapes = nnx.get_abstract_model(lambda: Net(nnx.Rngs(0)), mesh)
+    with pytest.raises(MismatchError, match=r"no tensor for 2 targets:\n  dropout\.rngs\.count"):
+        shardload.load_arrays(tmp_path / "m.safetensors", shapes)
+    params, _ = nnx.split_state(shapes, nnx.Param, ...)
+    loaded = shardload.load_arrays(tmp_path / "m.safetensors", params)
+    with jax.set_mesh(mesh):
+        rest = nnx.state(Net(nnx.Rngs(1)), nnx.Not(nnx.Param))
+    net = nnx.merge(graph, loaded, rest)
+    assert net.layers[0].kernel.sharding == NamedSharding(mesh, P(None, "model"))
+    assert np.array_equal(net.layers[0].kernel[...], WEIGHT) and net(np.ones((2, 8), np.float32)).shape == (2, 4)

@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardload.errors import WAYS_OUT, SaveError, UsageError, errno_of
+from shardload.errors import WAYS_OUT, SaveError, UnsupportedError, UsageError, errno_of
 from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted
 from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.loaders.orbax.ocdbt import BACKSLASH
@@ -285,14 +286,17 @@ def _context(*, ocdbt: bool) -> Any:
     return context
 
 
-def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
-    """Write ``items`` with Orbax, uncompressed and without OCDBT: a folder per array. Return once all is written."""
+def write_plain_arrays(path: str | Path, items: Mapping[str, Any], *, own: bool = True) -> None:
+    """Write ``items`` with Orbax, uncompressed and without OCDBT: a folder per array. Return once all is written.
+
+    ``own``: whether to make the folder of shardload's own files, too.
+    """
     from orbax.checkpoint import v1 as ocp
 
     save_began()
     try:
         with _named_for_orbax(Path(path)) as named, _context(ocdbt=False):
-            ocp.save_checkpointables(str(named), {**items, **OWN_ITEM})
+            ocp.save_checkpointables(str(named), {**items, **(OWN_ITEM if own else {})})
     except BaseException as error:
         save_ended(failed=True)
         if isinstance(error, (OSError, ValueError)):
@@ -434,6 +438,71 @@ def write_skeleton(
     items = {_ITEM: tree, "model_config": {"config": model_config}}
     write_plain_arrays(folder, items | ({"assets": assets} if assets else {}))
     return tuple(_resize(folder, t) if t.size else TensorPlace(t.name, ()) for t in tensors)
+
+
+ORBAX_DTYPES = frozenset({
+    "bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
+    "float32", "float64", "complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz",
+})  # fmt: skip
+"""Names of the dtypes of arrays that TensorStore writes as zarr, and reads."""
+
+
+def write_array_skeleton(folder: Path, tensors: Sequence[Wanted]) -> tuple[TensorPlace, ...]:
+    """Make a pytree for Orbax, of nested dicts, without the values; return where the values of each tensor belong."""
+    tree: dict[str, Any] = {}
+    for tensor in tensors:
+        *above, last = tensor.name.split("/")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {}) if isinstance(place, dict) else {}
+        if not isinstance(place, dict) or last in place:
+            raise UnsupportedError(
+                f"Cannot write tensor {tensor.name!r} to Orbax, which has a tree of names: another tensor has this "
+                "name or is above it. Rename one with names="
+            )
+        if not tensor.size:
+            raise UnsupportedError(
+                f"Cannot write tensor {tensor.name!r} of shape {tensor.shape} to Orbax, which has no arrays without "
+                "elements. Leave it out, or save as safetensors"
+            )
+        place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
+    files = [tensor.name.replace("/", ".") for tensor in tensors]
+    if len(set(files)) < len(files):
+        raise UnsupportedError(
+            "Cannot write these tensors to Orbax, which joins names by dots: two of them would have one name. Rename "
+            "one with names="
+        )
+    import jax
+
+    if jax.process_count() > 1:
+        _write_in_another_process(folder, tensors)
+    else:
+        write_plain_arrays(folder, {_ITEM: tree}, own=False)
+    return tuple(_resize(folder, tensor) for tensor in tensors)
+
+
+_ALONE = """
+import json, sys
+from pathlib import Path
+import jax
+from shardload.loaders.file_pieces import Wanted
+from shardload.loaders.orbax.saving import write_array_skeleton
+tensors = [Wanted(name, tuple(shape), jax.numpy.dtype(dtype)) for name, shape, dtype in json.load(sys.stdin)]
+write_array_skeleton(Path(sys.argv[1]), tensors)
+"""
+
+
+def _write_in_another_process(folder: Path, tensors: Sequence[Wanted]) -> None:
+    """Make a pytree's files in a process that is no part of this run: Orbax would wait for all processes of the run."""
+    wanted = json.dumps([(tensor.name, tensor.shape, tensor.dtype.name) for tensor in tensors])
+    # The search path too, as a script may have changed it; no accelerator may be taken twice.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", _ALONE, str(folder)]
+    done = subprocess.run(command, input=wanted, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it ended without an error"])[-1]
+        raise failed_save(f"the process that makes its files failed: {why}", step="?", folder=folder)
 
 
 def _resize(folder: Path, tensor: Wanted) -> TensorPlace:
