@@ -310,8 +310,6 @@ def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
     """
     if (load := _LOADS.get(call.kind)) is None:
         return None, _NO_WEIGHTS[call.kind]
-    if keras.config.is_nnx_enabled():
-        return None, "Keras uses Flax NNX's variables"
     # Keras starts with the names and seeds that it would have had without the attempt.
     try:
         with rewound_on_error():

@@ -66,10 +66,10 @@ def abstract() -> Iterator[list[weakref.ref[Variable]]]:
         Weak references to the variables created so far.
 
     Raises:
-        UnsupportedError: Under Keras' NNX mode, whose variables cannot exist without a buffer.
+        UnsupportedError: When Keras does not run on JAX.
     """
-    if keras.config.backend() != "jax" or keras.config.is_nnx_enabled():
-        raise UnsupportedError("shardload.abstract() needs Keras' JAX backend with NNX off: set KERAS_BACKEND=jax")
+    if keras.config.backend() != "jax":
+        raise UnsupportedError("shardload.abstract() needs Keras' JAX backend: set KERAS_BACKEND=jax")
     with record_variables() as created, hub_patched(_HUB_PATCHES), reading_signatures_once():
         yield created
 

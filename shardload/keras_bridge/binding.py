@@ -40,7 +40,9 @@ from shardload.keras_bridge.model_state import (
     variables_of,
 )
 from shardload.keras_bridge.optimizer_slots import variable_layout
+from shardload.keras_bridge.quantised_gradients import int8_gradients
 from shardload.keras_bridge.recomputation import Recompute
+from shardload.keras_bridge.saving import zeros_stored
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import (
     has_value,
@@ -187,7 +189,7 @@ class ModelBinding:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Inside the block, the model's distribution is set in this thread; afterwards, the previous one is again."""
-        with batches_laid_out_singly(), self.distribution.scope():
+        with batches_laid_out_singly(), int8_gradients(), self.distribution.scope():
             yield
 
     @property
@@ -403,7 +405,8 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
         used = {i: binding.uses[id(v)].used for i, v in enumerate(variables) if id(v) in binding.uses}
         dtypes = {i: binding.uses[id(v)].dtype for i, v in enumerate(variables) if id(v) in binding.uses}
         uses = {i: _layout_of(variables[i], sharding, binding.mesh) for i, sharding in used.items()}
-        make, arguments = model.__reduce__()
+        with zeros_stored():
+            make, arguments = model.__reduce__()
         with binding.scope():
             copied = memo[id(model)] = make(*arguments)
         distribution = binding.distribution

@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,14 +31,22 @@ import keras
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.kept_layers import PACKED_NAME, packed_config
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import named_weights, own_layers, policy_name
-from shardload.keras_bridge.recording import quantize_without_values
+from shardload.keras_bridge.quantising import (
+    is_quantisable,
+    mark_calibrated,
+    quantisation_name,
+    quantise_layer,
+    with_own_policy,
+)
 from shardload.keras_bridge.saving import saved_objects, serialised_model
 
 ATTRIBUTES_ENTRY = "shardload_attributes"
 """Key in a saved configuration under which shardload stores attributes of layers; Keras and KerasHub ignore it."""
-_INT8 = "int8"
+_PLAIN_MODE = re.compile(rf"int8|int4/(-1|[1-9][0-9]{{0,8}})|{PACKED_NAME.pattern}")
+"""Names of quantisations that can be redone on a kernel without values; `quantisation_name` gives them."""
 _MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is larger
 
 
@@ -63,10 +72,9 @@ def _settings_of_layer(layer: Any, *, usual: str | None) -> dict[str, Any]:
     policy = policy_name(layer)
     if policy not in (None, usual):
         settings["policy"] = policy
-    mode = _quantization_of(layer)
-    # Only Keras' default int8 can be redone on a kernel without values; `_quantise` shows any other text in its error.
-    if mode is not None:
-        settings["quantization"] = mode if mode == _INT8 and _has_plain_int8(layer) else f"{mode}, not as by default"
+    # Only Keras' defaults can be redone on a kernel without values; `_quantise` shows any other text in its error.
+    if _has_kernel(layer) and (quantization := quantisation_name(layer)) is not None:
+        settings["quantization"] = quantization
     if getattr(layer, "lora_enabled", False):
         settings["lora"] = {"rank": int(layer.lora_rank), "alpha": float(layer.lora_alpha)}
     return settings
@@ -144,12 +152,17 @@ def enable_saved_lora(model: Any, saved: Any) -> None:
             _enable_lora(path, layer, lora)
 
 
-def _quantise(path: str, layer: Any, mode: str | None) -> None:
-    has = _quantization_of(layer)
-    if mode == _INT8 and _has_kernel(layer) and layer.quantization_mode in (None, _INT8):
-        quantize_without_values(layer)
-    elif mode is not None and has is None:
-        raise UnsupportedError(_refusal(path, f"it was quantised ({mode}), but its configuration is not"))
+def _quantise(path: str, layer: Any, wanted: str | None) -> None:
+    if wanted is None or not _has_kernel(layer):
+        return
+    mode = wanted.partition("/")[0]
+    if mode == layer.quantization_mode:
+        with_own_policy(layer)
+        mark_calibrated(layer)
+    elif layer.quantization_mode is None:
+        if not _PLAIN_MODE.fullmatch(wanted) or not is_quantisable(layer):
+            raise UnsupportedError(_refusal(path, f"it was quantised ({wanted}), but its configuration is not"))
+        quantise_layer(layer, packed_config(wanted))
 
 
 def _enable_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
@@ -194,20 +207,6 @@ def _mapping(path: str, found: Any) -> Mapping[str, Any]:
 def _has_kernel(layer: Any) -> bool:
     """Whether a layer can quantise a kernel of its own; false for models, which only quantise their layers."""
     return isinstance(layer, keras.Layer) and type(layer).quantize not in (keras.Layer.quantize, keras.Model.quantize)
-
-
-def _has_plain_int8(layer: Any) -> bool:
-    """Whether a layer has its own kernel, quantised by Keras' default int8 quantisers."""
-    if not _has_kernel(layer):
-        return False
-    config = getattr(layer, "quantization_config", None)
-    return config is None or config.get_config() == keras.quantizers.Int8QuantizationConfig().get_config()
-
-
-def _quantization_of(layer: Any) -> str | None:
-    """Return a layer's quantisation mode, such as ``int8``; ``None`` if it is not quantised or has no own kernel."""
-    mode: str | None = layer.quantization_mode if _has_kernel(layer) else None
-    return mode
 
 
 @contextmanager

@@ -8,7 +8,6 @@ stay unchanged; copied and saved optimizers are plain ones.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from keras.src.backend.jax.core import JaxVariable
 
 from shardload.keras_bridge import Variable
-from shardload.keras_bridge.variables import direct_assign, relocate, sharding_of, value_of
+from shardload.keras_bridge.variables import copied, direct_assign, relocate, sharding_of, value_of
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Layout, spread
 from shardload.sharding.mesh import MeshSpec
@@ -275,11 +274,10 @@ class _SpreadingMethod:
         """Create a slot: split over the chosen axes too if its weight is on a mesh, else as Keras does."""
         layout = variable_layout(reference_variable)
         if layout is not None:
+            spread_layout = self.chosen.applied(layout, tuple(reference_variable.shape))
+            devices = tuple(sharding_of(reference_variable).mesh.devices.flat)
             # Keras reads shape, dtype and layout of the reference, so a shallow copy with another layout will do.
-            weight, reference_variable = reference_variable, copy.copy(reference_variable)
-            spread_layout = self.chosen.applied(layout, tuple(weight.shape))
-            devices = tuple(sharding_of(weight).mesh.devices.flat)
-            reference_variable._layout = named_sharding(spread_layout, devices)
+            reference_variable = copied(reference_variable, named_sharding(spread_layout, devices))
         return self._original(reference_variable, *args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import inspect
 import random
 import threading
 import weakref
@@ -21,7 +22,7 @@ import numpy as np
 from keras.src.backend.common import global_state, variables
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import SymbolicScope
-from keras.src.backend.jax.core import JaxVariable
+from keras.src.backend.jax import core
 from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError
@@ -36,6 +37,7 @@ from shardload.keras_bridge.variables import (
     is_abstract,
     recording,
     recording_flag,
+    set_value,
 )
 
 GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
@@ -121,7 +123,7 @@ def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
 def _record(variable: Variable, initializer: Any) -> None:
     # The layout of the distribution that is set now; another may be when the variable gets its value.
     variable._initialize_layout()
-    variable._value = None
+    set_value(variable, None)
     if not isinstance(initializer, PendingValue):
         variable._initializer = PendingValue(initializer, variable.path)
     if (created := _created.get()) is not None:
@@ -144,6 +146,23 @@ def _init(
         initializer = HostConstant(_host_array(initializer, dtype))
         shape, dtype = initializer.value.shape, initializer.value.dtype
     original(self, initializer, shape, dtype, *rest, **named)
+
+
+@replacing
+def _init_for_nnx(original: Any, self: Variable, *args: Any, **named: Any) -> None:
+    if not recording():
+        original(self, *args, **named)
+        return
+    from flax import nnx
+
+    # As Keras does, but for its array of zeros, which would be whole on one device.
+    given = inspect.signature(core.NnxVariable.__init__).bind(self, *args, **named).arguments
+    given.pop("self")
+    metadata = given.pop("nnx_metadata", {})
+    mutable = given.pop("mutable", None)
+    nnx.Variable.__init__(self, None, mutable=True if mutable is None else mutable, **metadata)
+    core.JaxVariable.__init__(self, **given)
+    core.stamp_with_enclosing_trace(self)
 
 
 @replacing
@@ -215,43 +234,17 @@ def is_tracing_error(error: Exception | None) -> bool:
     return isinstance(error, jax.errors.JAXTypeError)
 
 
-def quantize_without_values(layer: Any) -> None:
-    """Quantise a layer whose kernel has no value: do all that ``layer.quantize("int8")`` does, but compute no numbers.
-
-    If the layer's dtype policy is a ``DTypePolicyMap`` (path of a layer → policy), the layer first gets the entry for
-    its own path instead. With the map, Keras' ``save_own_variables`` would omit the scale of the quantised kernel.
-    """
-    policy = getattr(layer, "_dtype_policy", None)
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        layer._dtype_policy = policy[layer.path]
-    if layer.quantization_mode is None:
-        with _INT8_PATCH.applied():
-            layer.quantize("int8")
-
-
-@replacing
-def _stand_ins(original: Any, self: Any, x: Any, axis: Any = None, to_numpy: bool = False, **named: Any) -> Any:
-    if not (isinstance(x, JaxVariable) and is_abstract(x)):
-        return original(self, x, axis, to_numpy=to_numpy, **named)
-    axis = self.axis if axis is None else axis
-    axes = {a % len(x.shape) for a in ((axis,) if isinstance(axis, int) else axis)}
-    scales = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
-    # One element each, broadcast: arrays of the right shape that take no memory.
-    return np.broadcast_to(np.int8(0), tuple(x.shape)), np.broadcast_to(np.float32(1), scales)
-
-
+# `core.Variable` is `JaxVariable`, or in NNX mode `NnxVariable`, which inherits from it.
 _RECORDING_PATCHES = Patches(
     lambda: [
         (variables.Variable, "__init__", _init),
-        (JaxVariable, "_initialize_with_initializer", _initialize_with_initializer),
+        *([(core.Variable, "__init__", _init_for_nnx)] if keras.config.is_nnx_enabled() else []),
+        (core.Variable, "_initialize_with_initializer", _initialize_with_initializer),
         (variables.Variable, "_deferred_initialize", _deferred_initialize),
         (variables.Variable, "assign", _assign),
         (keras.Operation, "_post_build", _post_build),
     ]
 )
-
-
-_INT8_PATCH = Patches(lambda: [(keras.quantizers.AbsMaxQuantizer, "__call__", _stand_ins)])
 
 
 _T = TypeVar("_T")

@@ -182,11 +182,33 @@ def _run_hook(saveable: Any) -> dict[str, Any] | None:
         return {}
     store: dict[str, Any] = {}
     try:
-        with hidden([saveable] if vars(saveable).get("lora_enabled", False) else []):
+        with hidden([saveable] if vars(saveable).get("lora_enabled", False) else []), zeros_stored():
             without_computing(lambda: hook(store))
     except Exception:
         return None
     return store
+
+
+def zeros_stored() -> AbstractContextManager[None]:
+    """Inside the block, layers in GPTQ's and AWQ's modes also save their zero points.
+
+    Keras 3.15 leaves them out, although it expects them when it loads a layer, so it cannot load what it saved.
+    """
+    return _ZEROS_PATCH.applied()
+
+
+@replacing
+def _kernel_and_zeros(original: Any, layer: Any) -> tuple[Any, Any, Any]:
+    # These modes save only the zero points from here.
+    return (None, None, layer.kernel_zero) if layer.quantization_mode in ("gptq", "awq") else original(layer)
+
+
+_ZEROS_PATCH = Patches(
+    lambda: [
+        (cls, "_get_kernel_with_merged_lora", _kernel_and_zeros)
+        for cls in (keras.layers.Dense, keras.layers.EinsumDense)
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +294,39 @@ def load_layer_assets(model: Model, folder: Path) -> list[tuple[str, Any, Except
 _ASSIGN_PATCH = _InheritedPatch()
 
 
+@functools.cache
+def _computed_attributes(kind: Any) -> frozenset[str]:
+    """Return the attributes for which Keras' layers compute an array: they unpack int4, and add LoRA's product."""
+    properties = {name: getattr(kind, name, None) for name in ("kernel", "embeddings")}
+    getters = {name: one.fget for name, one in properties.items() if isinstance(one, property)}
+    return frozenset(name for name, one in getters.items() if str(one.__module__).startswith("keras.src.layers."))
+
+
+@replacing
+def _walk_without_computing(original: Any, saveable: Any) -> Iterable[tuple[str, Any]]:
+    computed = _computed_attributes(saveable.__class__)
+    return _attributes(saveable, without=computed) if computed else original(saveable)
+
+
+def _attributes(saveable: Any, *, without: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of a layer's attributes, in the order of Keras' ``_walk_saveable``."""
+    skipped = saving_lib.get_attr_skipset(saveable._obj_type()) | without
+    for name in sorted(dir(saveable), key=saving_lib._name_key):
+        if not name.startswith("__") and name not in skipped:
+            try:
+                value = getattr(saveable, name)
+            except Exception:  # a property that cannot be computed now: as in Keras
+                continue
+            yield name, value
+
+
 # Keras means to cache the attributes to skip, but looks them up under a different name than it stores them under, so
-# it creates a layer for each layer it visits: most of the walk's time.
+# it creates a layer for each layer it visits: most of the walk's time. And it asks for every attribute: those of a
+# layer with int4 or LoRA would compute its whole kernel each time.
 WALK_PATCH = Patches(
     lambda: [
         (saving_lib, "_load_state", _visited_load_state),
+        (saving_lib, "_walk_saveable", _walk_without_computing),
         (saving_lib, "get_attr_skipset", functools.cache),
     ]
 )

@@ -8,6 +8,8 @@ attributes give its state, which functions of this module change::
     None          Pending         abstract: shape, dtype, path and layout known, no buffer
     jax.Array     Pending         assigned later; `direct_assign` and `forget_initializer` clear the initialiser
     None          None            inside ``fit``, where Keras keeps the values itself
+
+In Keras' NNX mode, variables are ``flax.nnx.Variable`` too, and ``_value`` is a property of theirs: see `set_value`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 from jax._src.array import ArrayImpl
 from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.jax import core
 from numpy.typing import NDArray
 
 from shardload.errors import MismatchError, UninitialisedError
@@ -37,6 +40,11 @@ BUILD_YOURSELF = "Build the model outside it, then call shardload.load_weights(m
 
 
 _orders = itertools.count()
+
+
+def is_variable(found: Any) -> bool:
+    """Whether an object is a variable: a leaf of a tree. In NNX mode, JAX takes variables for trees themselves."""
+    return isinstance(found, keras.Variable)
 
 
 def has_value(variable: Variable) -> bool:
@@ -72,6 +80,19 @@ def set_sharding(variable: Variable, sharding: Any) -> None:
     variable._layout = sharding
 
 
+def copied(variable: Variable, sharding: Any) -> Variable:
+    """Return a shallow copy of a variable, the same value with another layout: a reference for Keras to read."""
+    kind: Any = type(variable)
+    twin: Variable = kind.__new__(kind)
+    if keras.config.is_nnx_enabled():  # `copy.copy` fails there
+        object.__setattr__(twin, "_trace_state", variable._trace_state)
+        object.__setattr__(twin, "_var_metadata", dict(variable._var_metadata))
+        core._set_raw_value(twin, variable._value)
+    twin.__dict__.update(vars(variable))
+    twin._layout = sharding
+    return twin
+
+
 def direct_assign(variable: Variable, array: jax.Array) -> None:
     """Make ``array`` the variable's value: the same buffers, no copy, no transfer."""
     wanted, sharding = stored_dtype(variable), sharding_of(variable)
@@ -85,7 +106,7 @@ def direct_assign(variable: Variable, array: jax.Array) -> None:
             f"Cannot assign an array on {array.sharding} to variable {variable.path!r}: expected {sharding}. Move the "
             "array there with jax.device_put first"
         )
-    variable._value = array
+    set_value(variable, array)
     forget_initializer(variable)
 
 
@@ -95,10 +116,21 @@ def forget_initializer(variable: Variable) -> None:
         variable._initializer = None
 
 
+def set_value(variable: Variable, value: jax.Array | None) -> None:
+    """Make ``value`` what a variable stores, unchecked; ``None`` releases its value.
+
+    In NNX mode, Keras would copy an attribute that is set to the metadata of `flax.nnx`: a reference to an old array.
+    """
+    if keras.config.is_nnx_enabled():
+        core._set_raw_value(variable, value)
+    else:
+        variable._value = value
+
+
 def drop_value(variable: Variable) -> None:
     """Release a variable's value, to free its memory before a load assigns a new one."""
     if variable._value is not None:
-        variable._value = None
+        set_value(variable, None)
         # Without an initialiser: a loaded weight must not silently become a random one.
         variable._initializer = PendingValue(None, variable.path)
 
@@ -123,9 +155,9 @@ def relocate(variable: Variable, sharding: Any) -> None:
         # device_put cannot move to devices of other processes; each process provides its own shards.
         host = np.asarray(value)
         require_agreement([host], variable.path, sharding)
-        variable._value = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        set_value(variable, jax.make_array_from_callback(host.shape, sharding, lambda index: host[index]))
     else:
-        variable._value = jax.device_put(value, sharding)
+        set_value(variable, jax.device_put(value, sharding))
 
 
 def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
@@ -139,7 +171,7 @@ def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
         return False
     # JAX has no public function for this: `device_put` on a device commits the array to it.
     (shard,) = value.addressable_shards
-    variable._value = ArrayImpl(shard.data.aval, shard.data.sharding, [shard.data], committed=committed)
+    set_value(variable, ArrayImpl(shard.data.aval, shard.data.sharding, [shard.data], committed=committed))
     return True
 
 
@@ -160,7 +192,7 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
     """Give a variable its initial value now, as Keras would: in its layout if the initialiser takes one, else whole."""
-    variable._value = None
+    set_value(variable, None)
     variable._initialize_with_initializer(initializer)
     variable._initializer = None
 
@@ -173,7 +205,7 @@ def current_value(variable: Variable) -> jax.Array | None:
 
 def restore_value(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
     """Undo an assignment: give a variable back what `current_value` and `pending_of` returned before it."""
-    variable._value = value
+    set_value(variable, value)
     variable._initializer = initializer
 
 

@@ -25,7 +25,7 @@ from shardload.errors import UnsupportedError
 from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.layer_settings import global_policy
 from shardload.keras_bridge.patches import Patches, replacing
-from shardload.keras_bridge.saving import WALK_PATCH
+from shardload.keras_bridge.saving import WALK_PATCH, zeros_stored
 from shardload.keras_bridge.variables import has_value, stored_dtype
 from shardload.transfer.casts import is_float
 
@@ -58,7 +58,7 @@ def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
     store = _ListingStore()
     # Variables without a value read as zeros there, instead of raising.
     reading = nullcontext() if all(map(has_value, model.variables)) else SymbolicScope()
-    with WALK_PATCH.applied(), _OPTIMIZER_PATCH.applied(), reading:
+    with WALK_PATCH.applied(), _OPTIMIZER_PATCH.applied(), zeros_stored(), reading:
         saving_lib._save_state(model, store, None, "", set(map(id, skip)))
     # A quantised layer that was built from a map of policies gives Keras no scale to store, so its group tells nothing.
     known = {path: found for path, found in store.groups.items() if not any(v is None for v in found.values())}

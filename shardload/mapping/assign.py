@@ -84,7 +84,7 @@ class Assigner:
     def __post_init__(self) -> None:
         if self.variables.mismatched:
             raise MismatchError("; ".join(str(m) for m in self.variables.mismatched[:3]))
-        named = [(b.name, b.variable) for b in self.variables.bindings]
+        named = [(o.name, o.variable) for b in self.variables.bindings for o in b.outputs]
         named += [pair for c in self.variables.computed for pair in zip(c.names, c.variables, strict=True)]
         for name, variable in named:
             self._names[id(variable)] = name

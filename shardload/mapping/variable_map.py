@@ -161,7 +161,8 @@ class VariableMap:
     @property
     def provided(self) -> tuple[Variable, ...]:
         """Every variable that gets a value, from a tensor or computed by loading code; each is listed once."""
-        found = [b.variable for b in self.bindings] + [v for c in self.computed for v in c.variables]
+        found = [o.variable for b in self.bindings for o in b.outputs]
+        found += [v for c in self.computed for v in c.variables]
         return tuple(unique(found))
 
     @property
@@ -209,14 +210,14 @@ class AssignStep:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the variables whose arrays must have been read before `run`, which assigns them."""
-        return tuple(binding.name for binding in self.bindings)
+        return tuple(output.name for binding in self.bindings for output in binding.outputs)
 
     def run(self, runtime: Runtime) -> None:
         """Assign the arrays, then let the layer compute what it derives from them, as Keras does."""
         # Keras' `assign` keeps an array that has the variable's dtype and layout, so nothing is copied.
-        for binding in self.bindings:
-            array = runtime.take(binding.name)
-            runtime.assign(binding.variable, array, lambda variable, value: variable.assign(value))
+        for output in (output for binding in self.bindings for output in binding.outputs):
+            array = runtime.take(output.name)
+            runtime.assign(output.variable, array, lambda variable, value: variable.assign(value))
         if hasattr(self.saveable, "finalize_state"):
             self.saveable.finalize_state()
 
