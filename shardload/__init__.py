@@ -29,8 +29,9 @@ from shardload.errors import ShardloadError
 if TYPE_CHECKING:
     from shardload import callbacks, data, optimizers
     from shardload.accelerating import fast
+    from shardload.adapting import AdapterReport, load_adapter
     from shardload.callbacks.checkpointer import Checkpointer, save
-    from shardload.converting import ConvertReport, convert, save_as
+    from shardload.converting import ConvertReport, convert, save_arrays, save_as
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.layouts.rules import layout_rule
     from shardload.loading import load, load_weights, plan, report
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from shardload.parallel.distribution import AutoShardDistribution
     from shardload.parallel.tensor_parallel import TensorParallelKeras
     from shardload.pipeline.arrays import load_arrays
+    from shardload.pipeline.stored_as import StoredAs
     from shardload.reports import LoadReport, PlanReport
     from shardload.reports.calls import FastReport
     from shardload.resolve.opening import inspect
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AdapterReport",
     "AutoShardDistribution",
     "Checkpointer",
     "ConvertReport",
@@ -57,6 +60,7 @@ __all__ = [
     "LoadReport",
     "PlanReport",
     "ShardloadError",
+    "StoredAs",
     "TensorParallelKeras",
     "Tokenizer",
     "abstract",
@@ -71,6 +75,7 @@ __all__ = [
     "inspect",
     "layout_rule",
     "load",
+    "load_adapter",
     "load_arrays",
     "load_weights",
     "optimizers",
@@ -79,18 +84,21 @@ __all__ = [
     "report",
     "restore",
     "save",
+    "save_arrays",
     "save_as",
     "shard_optimizer",
     "tokenizer",
 ]
 
 _HOMES = {
+    "AdapterReport": "adapting",
     "AutoShardDistribution": "parallel.distribution",
     "Checkpointer": "callbacks.checkpointer",
     "ConvertReport": "converting",
     "FastReport": "reports.calls",
     "LoadReport": "reports",
     "PlanReport": "reports",
+    "StoredAs": "pipeline.stored_as",
     "TensorParallelKeras": "parallel.tensor_parallel",
     "Tokenizer": "text.tokenizer",
     "abstract": "keras_bridge.abstraction",
@@ -102,12 +110,14 @@ _HOMES = {
     "inspect": "resolve.opening",
     "layout_rule": "layouts.rules",
     "load": "loading",
+    "load_adapter": "adapting",
     "load_arrays": "pipeline.arrays",
     "load_weights": "loading",
     "plan": "loading",
     "report": "loading",
     "restore": "restoring",
     "save": "callbacks.checkpointer",
+    "save_arrays": "converting",
     "save_as": "converting",
     "shard_optimizer": "optimizers.sharding",
     "tokenizer": "text.sources",

@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardload.errors import UnsupportedError, suggests_arguments
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import plain_model
+from shardload.manifest import Manifest
 from shardload.pipeline import load as pipeline
 from shardload.pipeline.load import Loaded, joint_load
 from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest
 from shardload.processes.joint_call import Call
 from shardload.progress import ProgressLike
+from shardload.resolve.adapters import can_merge, open_adapters
 from shardload.text.generation import GenerationAhead
 from shardload.text.preprocessor import TextInput
 from shardload.text.sources import record_text_source
-from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
+from shardload.typing import AdapterLike, DTypeLike, LayoutLike, MeshLike, PathLike
 
 if TYPE_CHECKING:
+    import keras
+
+    from shardload.converting.adapter_plans import AdapterPlan
     from shardload.reports import LoadReport, PlanReport
 
 __all__ = ["LoadRequest", "Loaded", "load", "load_weights", "plan", "report", "run"]
@@ -53,6 +58,9 @@ def load(
     step: int | Literal["latest", "best"] = "latest",
     warm_up: Mapping[str, Any] | None = None,
     io: Literal["auto", "buffered", "direct"] = "buffered",
+    quantize: str | keras.quantizers.QuantizationConfig | None = None,
+    quantized: Literal["dequantize", "keep"] = "dequantize",
+    adapter: AdapterLike | None = None,
 ) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
 
@@ -106,6 +114,19 @@ def load(
         replicas: How the processes of a `jax.distributed` run get bytes that several of them need. ``"read"``: each
             reads all that its devices need. ``"broadcast"``: each byte is read by one process, and the others get it
             from that process by collectives of JAX. ``"auto"``: as is expected to be faster.
+        quantize: ``"int8"``, ``"int4"`` (in blocks of 128 weights), ``"int4/BLOCK"`` (``"int4/-1"``: one scale per
+            output), or Keras' ``Int8QuantizationConfig`` or ``Int4QuantizationConfig``: quantise the weights on the
+            host while they are read. The result equals, bit for bit, ``model.quantize`` after a full load, but no
+            device ever stores the float kernels. Codes and scales follow the layouts of these. The state of an
+            optimizer is not loaded.
+        quantized: What becomes of the weights of a quantised Hugging Face folder. ``"dequantize"``: they are floats.
+            ``"keep"``: the codes and scales of the folder fill Keras' packed layers (int4 in groups, GPTQ), which
+            take as much memory as in the file; the rest stays floats. A weight whose codes Keras' layers cannot
+            compute with is an error. Rules for layouts name the dims of the float kernels.
+        adapter: The folder of a PEFT adapter (LoRA) to merge into the weights while they are read, a list of such
+            folders, or a mapping from folders to weights, by which their products are multiplied. Sums are computed in
+            float32 and rounded once. To keep an adapter as trainable LoRA, load the base model, then call
+            `load_adapter`.
 
     Returns:
         The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate. A task has the
@@ -151,6 +172,9 @@ def load(
         step=step,
         warm_up=warm_up,
         io=io,
+        quantize=quantize,
+        quantized=quantized,
+        adapter=adapter,
     )
     return run(request).model
 
@@ -164,12 +188,31 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
     """
     # KerasHub takes a while to make a preprocessor, so that happens in a thread, during the build and the transfer.
     text = TextInput(task=request.task) if preprocessor else None
+    late: list[AdapterPlan] = []
+
+    def on_built(model: Any, manifest: Manifest) -> None:
+        if text is not None:
+            text.prepare(model, manifest)
+        # Before weights are read: an adapter of another model is an error now.
+        if request.adapters and not can_merge(manifest):
+            from shardload.converting.adapter_plans import plan_adapters
+
+            late.append(plan_adapters(model, open_adapters(request.adapters), merge=True))
+
     with joint_load(request) as call:
-        hooks: dict[str, Any] = {} if text is None else {"on_opened": text.begin, "on_built": text.prepare}
-        loaded = _run(request, call, **hooks)
+        hooks: dict[str, Any] = {} if text is None else {"on_opened": text.begin}
+        loaded = _run(request, call, on_built=on_built, **hooks)
+    for plan in late:
+        from shardload.adapting import apply_plan
+
+        loaded = _with_notes(loaded, f"adapters merged after the load: {apply_plan(plan)}")
     if text is None or (note := text.attach(loaded.model, loaded.manifest)) is None:
         return loaded
-    report = replace(loaded.report, notes=(*loaded.report.notes, note))
+    return _with_notes(loaded, note)
+
+
+def _with_notes(loaded: Loaded, *notes: str) -> Loaded:
+    report = replace(loaded.report, notes=(*loaded.report.notes, *notes))
     record_of(loaded.model).report = report
     return replace(loaded, report=report)
 
@@ -195,6 +238,7 @@ def load_weights(
     step: int | Literal["latest", "best"] = "latest",
     warm_up: Mapping[str, Any] | None = None,
     io: Literal["auto", "buffered", "direct"] = "buffered",
+    quantize: str | keras.quantizers.QuantizationConfig | None = None,
 ) -> LoadReport:
     """Load weights into an existing model, live or built inside `shardload.abstract`.
 
@@ -222,6 +266,8 @@ def load_weights(
         warm_up: As for `load`.
         io: As for `load`.
         replicas: As for `load`.
+        quantize: As for `load`, for a model built inside `shardload.abstract`. If the load fails, the model stays
+            quantised, without values: build it again.
 
     Raises:
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
@@ -246,6 +292,7 @@ def load_weights(
         step=step,
         warm_up=warm_up,
         io=io,
+        quantize=quantize,
     )
     return run_load_weights(request).report
 
@@ -283,6 +330,8 @@ def plan(
     format: str | None = None,
     ignore_config: Sequence[str] = (),
     replicas: Literal["auto", "read", "broadcast"] = "auto",
+    quantize: str | keras.quantizers.QuantizationConfig | None = None,
+    quantized: Literal["dequantize", "keep"] = "dequantize",
 ) -> PlanReport:
     """Plan a load from headers alone: which bytes are read and where they go; needs neither devices nor weights.
 
@@ -308,6 +357,8 @@ def plan(
         format: As for `load`.
         ignore_config: As for `load`.
         replicas: As for `load`, with ``hosts``.
+        quantize: As for `load`: sizes are those of the quantised weights.
+        quantized: As for `load`; with ``"keep"``, sizes are those of the codes and scales.
     """
     request = PlanRequest(
         source=source,
@@ -324,6 +375,8 @@ def plan(
         format=format,
         ignore_config=ignore_config,
         replicas=replicas,
+        quantize=quantize,
+        quantized=quantized,
     )
     request.check()
     return pipeline.plan_load(request)

@@ -76,3 +76,5 @@ LayoutLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Sequence[str | Non
 file with rules or a plan, rules as a mapping, a plan, or a layout map or a distribution of Keras."""
 DTypeLike: TypeAlias = "str | type[Any] | np.dtype[Any] | DTypePolicy"
 """A name such as ``"bf16"``, a dtype of NumPy or JAX, or a dtype policy of Keras."""
+AdapterLike: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[Any, float]
+"""The folder of a PEFT adapter, several of them, or a mapping from folders to weights."""

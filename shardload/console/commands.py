@@ -38,6 +38,8 @@ def load(
     axes: options.AxesOption = None,
     layout: options.LayoutOption = "auto",
     dtype: options.DtypeOption = None,
+    quantize: options.QuantizeOption = None,
+    quantized: options.QuantizedOption = options.QuantizedChoice.DEQUANTIZE,
     host_memory: options.HostMemory = None,
     strict: options.Strict = True,
     ignore: options.Ignore = None,
@@ -59,6 +61,7 @@ def load(
     initialization_timeout: options.InitializationTimeout = None,
     format: options.FormatOption = None,
     ignore_config: options.IgnoreConfig = None,
+    adapter: options.AdapterOption = None,
     html: options.HtmlOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
@@ -74,9 +77,14 @@ def load(
     $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
+
+    $ shardload load gemma3_270m --mesh 1x8 --quantize int8 --prompt "The capital of France is"
+
+    $ shardload load ./gemma-2-2b --adapter ./my-lora --mesh 1x8
     """
     # What the options alone can say is wrong comes first, before seconds of imports.
     spec, which = options.mesh_option(mesh, axes, layout), options.step(step)
+    adapters = options.adapters(adapter)
     processes = options.processes(
         coordinator_address,
         num_processes,
@@ -129,6 +137,9 @@ def load(
                     replicas=replicas.value,
                     progress=progress,
                     io=io.value,
+                    quantize=quantize,
+                    quantized=quantized.value,
+                    adapter=adapters,
                     warm_up={"generate": {"prompts": prompt, "max_new_tokens": new_tokens, "tokenizer": words}}
                     if warm_up
                     else None,
@@ -200,6 +211,8 @@ def plan(
     axes: options.AxesOption = None,
     layout: options.PlanLayoutOption = None,
     dtype: search_options.PlanDtypeOption = None,
+    quantize: options.QuantizeOption = None,
+    quantized: options.QuantizedOption = options.QuantizedChoice.DEQUANTIZE,
     host_memory: options.HostMemory = None,
     device_memory: options.DeviceMemory = None,
     kv_cache: options.KvCacheOption = None,
@@ -260,10 +273,9 @@ def plan(
             f"{given[0]} is for a training step. Add --train with an optimizer.", param_hint=given[0]
         )
     searched = _searched(layout, {**steps, "fused-attention": fused_attention, "save-plan": save_plan, "svg": svg})
-    if searched and hosts is not None:
-        raise typer.BadParameter("A search for layouts plans no reads: leave --hosts out.", param_hint="--hosts")
-    if train is not None and kv_cache is not None:
-        raise typer.BadParameter("A step of training keeps no KV cache: leave --kv-cache out.", param_hint="--kv-cache")
+    keeps = "keep" if quantized == options.QuantizedChoice.KEEP else None
+    excluded = {"hosts": (hosts, "no reads"), "quantize": (quantize, "floats"), "quantized": (keeps, "floats")}
+    _check_excluded(excluded if searched else {}, cached=train is not None and kv_cache is not None)
     on_mesh = "1x1" if spec is None else str(spec)
     with streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
@@ -322,6 +334,8 @@ def plan(
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),
                     replicas=replicas.value,
+                    quantize=quantize,
+                    quantized=quantized.value,
                 )
         if searched:
             _save(found.plan, save_plan)
@@ -337,6 +351,15 @@ def plan(
             out.text(_MORE)
     if not searched and found.fits is not None and not found.fits.fits:
         raise typer.Exit(1)
+
+
+def _check_excluded(given: dict[str, tuple[Any, str]], *, cached: bool) -> None:
+    """Raise if options of `plan` exclude each other: ``given`` with a search, a KV cache (``cached``) with training."""
+    for name, (value, why) in given.items():
+        if value is not None:
+            raise typer.BadParameter(f"A search for layouts plans {why}: leave --{name} out.", param_hint=f"--{name}")
+    if cached:
+        raise typer.BadParameter("A step of training keeps no KV cache: leave --kv-cache out.", param_hint="--kv-cache")
 
 
 def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
@@ -385,6 +408,7 @@ def convert(
             "--base", metavar="SOURCE", help="Source of the missing weights, for a step with some weights only."
         ),
     ] = None,
+    adapter: options.AdapterOption = None,
     cache: options.CacheOption = None,
     cache_size: options.CacheSizeOption = None,
     json: options.Json = False,
@@ -404,7 +428,10 @@ def convert(
     $ shardload convert model.gguf gemma3.weights.json --max-shard-bytes 2GiB
 
     $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
+
+    $ shardload convert ./gemma-2-2b tuned --to safetensors --adapter ./my-lora
     """
+    adapters = options.adapters(adapter)
     if not is_bucket(target):
         local_target(target)  # before seconds of imports
     with options.use_cache(cache, cache_size), streams.results() as out, _way_on(target):
@@ -427,6 +454,7 @@ def convert(
                 ignore_config=tuple(ignore_config or ()),
                 merge_lora=merge_lora,
                 base=base,
+                adapter=adapters,
                 progress=progress,
                 **memory,
             )

@@ -28,7 +28,7 @@ FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})
 
 _TARGETS = ("preset", "h5", "safetensors", "orbax")
 _READ_ONLY = {"keras-h5", "keras-legacy-h5", "keras-sharded-h5", "keras-archive", "keras-hub-preset"}
-_READ_ONLY |= {"hf-safetensors", "gguf"}
+_READ_ONLY |= {"hf-safetensors", "gguf", "numpy", "flax-msgpack"}
 """Formats of shardload that `convert` cannot write, or writes under a name of `_TARGETS`."""
 _WRITTEN = dict.fromkeys((*_TARGETS, *(name for name in format_names() if name not in _READ_ONLY)))
 ConvertFormat: Any = StrEnum("ConvertFormat", {name: name for name in _WRITTEN})  # type: ignore[misc]  # as above
@@ -59,6 +59,13 @@ class ReplicasChoice(StrEnum):
     BROADCAST = "broadcast"
 
 
+class QuantizedChoice(StrEnum):
+    """Values of ``--quantized``: what becomes of weights that are quantised in a Hugging Face folder."""
+
+    DEQUANTIZE = "dequantize"
+    KEEP = "keep"
+
+
 def dtype(text: str, *, known: Sequence[str] = FLOATS) -> str:
     """Parse ``--dtype``: return the canonical name of a floating-point dtype, ``bfloat16`` for ``bf16``."""
     # dtype_name knows every dtype of a tensor, but weights are loaded in a floating-point one.
@@ -86,6 +93,13 @@ def scale(factor: float) -> float:
     if not 0 < factor <= 1:
         raise typer.BadParameter(f"{factor:g} is not in the range from 0 (excluded) to 1")
     return factor
+
+
+def quantize(text: str) -> str:
+    """Parse ``--quantize``; the library refuses modes of Keras that it does not support, and says why."""
+    if not re.fullmatch(r"int8|int4(/-1|/0*[1-9][0-9]*)?|float8|gptq|awq", text):
+        raise typer.BadParameter(f"{text!r} is not int8, int4 or int4/BLOCK, such as int4/64.")
+    return text
 
 
 def size(text: str) -> int:
@@ -278,6 +292,23 @@ DtypeOption = Annotated[
         autocompletion=lambda: FLOATS,
     ),
 ]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        metavar="MODE",
+        parser=quantize,
+        help="Quantise the weights while they are read: int8, int4 (in blocks of 128), or int4/BLOCK. As Keras does.",
+        autocompletion=lambda: ("int8", "int4", "int4/64"),
+    ),
+]
+QuantizedOption = Annotated[
+    QuantizedChoice,
+    typer.Option(
+        "--quantized",
+        help="Weights that are quantised in a Hugging Face folder: dequantize them, or keep their codes packed.",
+    ),
+]
 TargetArgument = Annotated[
     str,
     typer.Argument(
@@ -447,6 +478,14 @@ IgnoreConfig = Annotated[
         help="Field of config.json to ignore if the model cannot express it: rope_scaling. May be repeated.",
     ),
 ]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="FOLDER",
+        help="Folder of a PEFT adapter (LoRA) to merge while reading; FOLDER=0.5 weights it. May be repeated.",
+    ),
+]
 Ignore = Annotated[
     list[str] | None,
     typer.Option(
@@ -462,3 +501,20 @@ NoProgress = Annotated[
 LogJson = Annotated[
     bool, typer.Option("--log-json", help="Progress as one JSON object every 10 s on stderr, even on a terminal.")
 ]
+
+
+def adapters(given: list[str] | None) -> dict[str, float] | None:
+    """Return the values of --adapter as folder → weight; ``None`` without any."""
+    found: dict[str, float] = {}
+    for text in given or ():
+        folder, sign, weight = text.rpartition("=")
+        try:
+            pair = (folder, float(weight)) if sign and folder else (text, 1.0)
+        except ValueError:  # a folder with "=" in its name
+            if Path(folder).is_dir() and not Path(text).exists():
+                raise typer.BadParameter(f"{weight!r} is no number.", param_hint="--adapter") from None
+            pair = (text, 1.0)
+        if pair[0] in found:
+            raise typer.BadParameter(f"{pair[0]!r} is given twice.", param_hint="--adapter")
+        found[pair[0]] = pair[1]
+    return found or None

@@ -9,6 +9,7 @@ open the result's headers as its readers do                                     
 flush ─► one rename                                                                    `publishing.py`
 """
 
+from shardload.converting.array_saving import save_arrays
 from shardload.converting.conversion import convert
 from shardload.converting.plans import ConvertReport
 from shardload.converting.saving import SAVE_TARGETS, SaveTarget, save_as
@@ -22,5 +23,6 @@ __all__ = [
     "SaveTarget",
     "Target",
     "convert",
+    "save_arrays",
     "save_as",
 ]

@@ -53,17 +53,20 @@ from shardload.hub import fidelity
 from shardload.keras_bridge.lora import hidden, lora_layers
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.file_pieces import TensorPlace
+from shardload.loaders.peft import Weighted, merged
 from shardload.loaders.registry import spec_named
-from shardload.manifest import View, c_strides
+from shardload.manifest import Manifest, View, c_strides
 from shardload.pipeline.request import ignored_names
 from shardload.progress import Progress, ProgressLike, as_progress
+from shardload.resolve.adapters import can_merge, merge_dtype, open_adapters, weighted_folders
 from shardload.resolve.opening import find_source
 from shardload.runs import digests
 from shardload.runs.listing import is_ours
 from shardload.stores.clients import Address, is_bucket
 from shardload.stores.local import local_target, working_folder
 from shardload.stores.location import Fingerprint, Location
-from shardload.typing import DTypeLike, PathLike
+from shardload.transfer.geometry import within
+from shardload.typing import AdapterLike, DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name
 
 
@@ -82,6 +85,7 @@ def convert(
     ignore_config: Sequence[str] = (),
     merge_lora: bool = False,
     base: PathLike | None = None,
+    adapter: AdapterLike | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, tensor by tensor.
 
@@ -111,6 +115,8 @@ def convert(
         merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
             dtype of the kernel. A source with LoRA is refused otherwise, unless ``to`` is ``"orbax"``.
         base: For a partial step (``save_trainable_only``): the checkpoint with the other weights of its model.
+        adapter: As for `shardload.load`: adapters of PEFT to merge into the weights. Weights of a quantised folder are
+            written dequantised.
 
     Raises:
         UsageError: When an argument is invalid.
@@ -138,6 +144,7 @@ def convert(
                 ignore_config=ignore_config,
                 merge_lora=merge_lora,
                 base=base,
+                adapter=adapter,
             )
         return replace(report, target=remote.url, seconds=time.monotonic() - began)
     began = time.monotonic()
@@ -152,25 +159,24 @@ def convert(
     name = None if dtype is None else plain_dtype_name(dtype, doing="write")
     block_bytes = block_bytes_of(host_memory_bytes)
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
+    folders = weighted_folders(adapter)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     # Recorded as they are opened, and compared before the result is published.
     with Fingerprint.opening():
         found = find_source(src)
         opened = open_manifest(found.location)
         adapters.check_base(opened, base)
-        patterns = ignored_names(ignore)
-        # Merging needs the model.
+        options = _Opening(name, ignored_names(ignore), ignore_config, open_adapters(folders))
+        # Merging a step's LoRA needs the model; adapters of PEFT have Hugging Face's names.
         if hugging_face_copy.is_copy(opened, kind) and not merge_lora:
-            fidelity.checked_fields(ignore_config)
-            source = hugging_face_copy.source_of(opened, ignore=patterns, dequantise=name is not None)
+            source = options.copied(opened)
         else:
-            weights = found.location if base is None else find_source(base).location
-            source = open_with_model(weights, dtype=name, ignore=patterns, ignore_config=ignore_config)
-            source = source if base is None else adapters.on_base(source, found.location)
+            source = options.built(found.location, base)
         files = Fingerprint.of(source.files)
     # Overwriting removes the target's folder: one that is or contains the source would take the source with it.
     two = target.resolve()
-    for own in (Path(m.source) for m in source.manifests if not m.location.store.is_remote):
+    read = [*(m.location for m in source.manifests), *(one.adapter.location for one in source.adapted)]
+    for own in (Path(str(location)) for location in read if not location.store.is_remote):
         one = own.resolve()
         if one == two or two in one.parents or one in two.parents:
             raise UsageError(
@@ -191,6 +197,40 @@ def convert(
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
     counts, seconds = (len(plan.tensors), plan.nbytes, resumed), time.monotonic() - began
     return ConvertReport(source.manifest.source, str(target), plan.format, *counts, seconds, notes, preparing_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """How to open the source of a conversion: the dtype to write, what to leave out, and adapters of PEFT to merge."""
+
+    dtype: str | None
+    ignore: tuple[str, ...]
+    ignore_config: Sequence[str]
+    adapters: tuple[Weighted, ...]
+
+    def copied(self, opened: Manifest) -> Source:
+        """Return a Hugging Face folder as a source to copy, without a model."""
+        fidelity.checked_fields(self.ignore_config)
+        if self.adapters:
+            opened = merged(opened, self.adapters, dtype=merge_dtype(self.dtype))
+        dequantise = self.dtype is not None or bool(self.adapters)
+        source = hugging_face_copy.source_of(opened, ignore=self.ignore, dequantise=dequantise)
+        return replace(source, adapted=self.adapters)
+
+    def built(self, location: Location, base: PathLike | None) -> Source:
+        """Return a checkpoint with its model, or a partial step with that of its base."""
+        weights = location if base is None else find_source(base).location
+        source = open_with_model(
+            weights,
+            dtype=self.dtype,
+            ignore=self.ignore,
+            ignore_config=self.ignore_config,
+            adapters=self.adapters,
+        )
+        if self.adapters and not can_merge(source.manifest):
+            source = adapters.with_peft(source, self.adapters)
+        source = replace(source, adapted=self.adapters)
+        return source if base is None else adapters.on_base(source, location)
 
 
 def _refuse_overlap(src: PathLike, dst: str) -> None:
@@ -286,15 +326,21 @@ def write_all(
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
     """Run each KerasHub converter and layer's loading hook that computes values of ``copies``, and write the values."""
-    by_variable = {id(copy.value.variable): copy for copy in copies}
+    by_variable: dict[int, list[Copy]] = {}
+    for copy in copies:
+        by_variable.setdefault(id(copy.value.variable), []).append(copy)
     # A tensor is complete, and noted, once the last of the variables that share it is.
     left = Counter(copy.wanted.name for copy in copies)
 
     def done(variable: Any) -> None:
-        copy = by_variable[id(variable)]
-        left[copy.wanted.name] -= 1
-        if not left[copy.wanted.name]:
-            work.note(copy)
+        for copy in by_variable[id(variable)]:
+            left[copy.wanted.name] -= 1
+            if not left[copy.wanted.name]:
+                work.note(copy)
+
+    def write(variable: Any, value: NDArray[Any]) -> None:
+        for copy in by_variable[id(variable)]:
+            work.put(copy, value)
 
     for step in {id(c.value.step): c.value.step for c in copies}.values():
         assert step is not None
@@ -302,9 +348,9 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
         compute(
             step,
             source.manifest,
-            {key: copy.wanted.dtype for key, copy in by_variable.items() if copy.value.step is step},
+            {key: of[0].wanted.dtype for key, of in by_variable.items() if of[0].value.step is step},
             values=source.values.values(),
-            write=lambda variable, value: work.put(by_variable[id(variable)], value),
+            write=write,
             done=done,
         )
 
@@ -337,14 +383,15 @@ class _Work:
             return
         # A block is in memory as read and as cast: the wider dtype decides how many elements it may have.
         item_bytes = max(dtype.itemsize, value.tensor.dtype.itemsize)
-        for tensor, source, target in parts_of(value.tensor, value.view, copy.view):
+        for tensor, source, target in parts_of(value.tensor, within(value.view, copy.box), within(copy.view, copy.box)):
             self._move(copy, reader_of(tensor, dtype), source, target, item_bytes)
 
     def put(self, copy: Copy, value: NDArray[Any]) -> None:
         """Write an array in host memory to the elements of a target's tensor that ``copy`` describes."""
         dtype = copy.wanted.dtype
-        source = View("", 0, value.shape, c_strides(value.shape))
-        self._move(copy, reader_of_value(value, dtype), source, copy.view, dtype.itemsize)
+        part = value if copy.box is None else value[copy.box.slices]
+        source = View("", 0, part.shape, c_strides(part.shape))
+        self._move(copy, reader_of_value(part, dtype), source, within(copy.view, copy.box), dtype.itemsize)
 
     def _move(self, copy: Copy, read: Read, source: View, target: View, item_bytes: int) -> None:
         with PieceWriter(self.staging.result, self.places[copy.wanted.name], written=self.progress.advance) as writer:
@@ -374,5 +421,6 @@ def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
     packages = ("keras", "keras-hub", "numpy") if any(c.value.step or c.value.live for c in plan.copies) else ()
     versions = [next((d.version for d in metadata.distributions(name=name)), None) for name in packages]
     # The 2 is a version: raise it if the same plan would write other bytes, so that no older journal is continued.
+    versions += [f"{one.weight} of {one.adapter.location}" for one in source.adapted]
     text = json.dumps([2, source.manifest.source, files, str(target), plan.format, plan.shard_bytes, copies, versions])
     return hashlib.sha256(text.encode()).hexdigest()

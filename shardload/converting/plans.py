@@ -13,6 +13,7 @@ from shardload.errors import UnsupportedError
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.manifest import View, c_strides
 from shardload.reports import printable
+from shardload.sharding.layout import Bounds
 from shardload.units import format_bytes, plural
 
 
@@ -24,6 +25,8 @@ class Copy:
     value: StoredValue
     view: View
     """Which elements of the target's tensor the variable fills."""
+    box: Bounds | None = None
+    """The part of the variable that is in this tensor, if it has several; the view is valid for indices in it only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +54,8 @@ class ConversionPlan:
     is_keras_file: bool = False
     """Whether the target has Keras' weights alone: one file ``NAME.weights.h5``, or several that an index
     ``NAME.weights.json`` lists. Unlike other targets, these files do not describe their model."""
+    is_file: bool = False
+    """Whether the target is a single safetensors file, and not a folder."""
     omitted: tuple[str, ...] = ()
     """Optimizers, as paths in the model, whose state this conversion leaves out although Keras would write it."""
 

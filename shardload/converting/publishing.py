@@ -29,6 +29,7 @@ from shardload.interrupts import defer_interrupt
 from shardload.loaders import recognise
 from shardload.loaders.contents import FolderContent
 from shardload.loaders.file_pieces import TensorPlace
+from shardload.loaders.peft.folder import CONFIG_FILE, WEIGHTS_FILE
 from shardload.runs.digest_list import hasher, is_empty, sync, sync_all
 from shardload.runs.publish import LOCK_FILE, FolderLock, remove_for_good
 from shardload.stores.json_files import read_optional
@@ -320,6 +321,8 @@ def _check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
+    if (path / CONFIG_FILE).is_file() and (path / WEIGHTS_FILE).is_file():  # an adapter of PEFT
+        return True
     try:
         found = recognise(path)
     except ShardloadError:

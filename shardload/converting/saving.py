@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,8 @@ import numpy as np
 
 from shardload import processes
 from shardload.converting.checking import check_result
-from shardload.converting.live_source import live_source, local_boxes_of, reader_of_box
+from shardload.converting.live_source import LocalBox, live_source, local_boxes_of, reader_of_box
+from shardload.converting.peft_saving import peft_plan
 from shardload.converting.plans import ConversionPlan, ConvertReport, Copy
 from shardload.converting.publishing import (
     ConversionFolder,
@@ -63,7 +64,7 @@ from shardload.transfer.geometry import address
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name
 
-SaveTarget = Literal["safetensors", "h5", "preset"]
+SaveTarget = Literal["safetensors", "h5", "preset", "peft"]
 SAVE_TARGETS: tuple[SaveTarget, ...] = get_args(SaveTarget)
 
 
@@ -97,10 +98,12 @@ def save_as(
             uploaded once it is complete on this machine.
         to: ``"safetensors"`` (a Hugging Face folder), ``"preset"`` (a KerasHub preset) or ``"h5"`` (Keras' files; a
             folder is a preset); required unless ``path`` ends like one of Keras' files. A model that does not come
-            from KerasHub can only be written as Keras' files.
+            from KerasHub can only be written as Keras' files. ``"peft"``: a folder with the LoRA adapter alone, which
+            PEFT and `shardload.load` put onto the base model; biases and other weights that were trained are in it too.
         dtype: Dtype of the floating-point tensors; by default each keeps its own, and every bit.
         merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
-            dtype of the kernel. Otherwise a model with LoRA is refused, because no target has a place for factors.
+            dtype of the kernel. Otherwise a model with LoRA is refused, because only ``"peft"`` has a place for
+            factors.
         host_memory_bytes: As for `shardload.convert`.
         max_shard_bytes: As for `shardload.convert`.
         overwrite: Replace an existing checkpoint at ``path``.
@@ -186,6 +189,9 @@ def _save(
 ) -> ConvertReport:
     began = time.monotonic()
     check_kind("path", path, str | os.PathLike, "a path")
+    if isinstance(to, str) and to == "peft":
+        unused = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "merge_lora": merge_lora or None}
+        return _save_adapter(model, path, call, unused, overwrite=overwrite, block_bytes=block_bytes, progress=progress)
     check_kind("merge_lora", merge_lora, bool, "True or False")
     check_kind("overwrite", overwrite, bool, "True or False")
     if not os.fspath(path):
@@ -201,7 +207,8 @@ def _save(
     if with_lora and not merge_lora:
         raise UnsupportedError(
             f"Cannot save {model.name!r}: LoRA is enabled in {len(with_lora)} of its layers, and the target has no "
-            "place for the factors. Pass merge_lora=True to write merged weights, or save a step with shardload.save"
+            "place for the factors. Pass merge_lora=True to write merged weights, to='peft' to write the factors, or "
+            "save a step with shardload.save"
         )
     kernels = lora_kernels(with_lora)
     # The folder receives KerasHub's files of the model, which the source refers to until they are copied.
@@ -218,10 +225,38 @@ def _save(
         }
         call.require([Topic("the model", lambda: facts, "Build the same model on every process")])
         preparing_s = time.monotonic() - began
-        _write(source, plan, target, call, progress, overwrite=overwrite, block_bytes=block_bytes)
+        write_live(plan, target, call, progress, source=source, overwrite=overwrite, block_bytes=block_bytes)
     counts, seconds = (len(plan.tensors), plan.nbytes, 0), time.monotonic() - began
     notes = (*source.notes, *plan.notes)
     return ConvertReport(str(model.name), str(target), plan.format, *counts, seconds, notes, preparing_s)
+
+
+def _save_adapter(
+    model: Any,
+    path: PathLike,
+    call: Call,
+    unused: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    block_bytes: int,
+    progress: Progress,
+) -> ConvertReport:
+    """Write the LoRA of a model as a folder of PEFT. ``unused``: arguments that must be ``None``, as it has neither."""
+    began = time.monotonic()
+    if given := next((name for name, value in unused.items() if value is not None), None):
+        raise UsageError(f"Cannot use {given}= with to='peft', which writes factors as they are. Omit it")
+    check_kind("overwrite", overwrite, bool, "True or False")
+    target = Path(os.path.abspath(local_target(path)))  # noqa: PTH100  a link is replaced, not followed
+    if not os.fspath(path) or is_file_name(target) or target.suffix.lower() in (".safetensors", ".bin"):
+        raise UsageError(f"Cannot save {os.fspath(path)!r} with to='peft': it is a folder. Give the name of a folder")
+    check_keras_model(model)
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()  # during fit, variables have no values until Keras gives them back
+    plan = peft_plan(model)
+    preparing_s = time.monotonic() - began
+    write_live(plan, target, call, progress, source=None, overwrite=overwrite, block_bytes=block_bytes)
+    counts, seconds = (len(plan.tensors), plan.nbytes, 0), time.monotonic() - began
+    return ConvertReport(str(model.name), str(target), "peft", *counts, seconds, plan.notes, preparing_s)
 
 
 def _format_to_convert(target: Path, to: str | None) -> str | None:
@@ -248,22 +283,25 @@ def _format_to_convert(target: Path, to: str | None) -> str | None:
     return "h5" if to == "preset" else to
 
 
-def _write(
-    source: Source,
+def write_live(
     plan: ConversionPlan,
     target: Path,
     call: Call,
     progress: Progress,
     *,
+    source: Source | None,
     overwrite: bool,
     block_bytes: int,
 ) -> None:
-    """Write a live model: process 0 makes and publishes the target's files, and each process writes its own shards."""
+    """Write values that are on devices: process 0 makes and publishes the files, each process writes its own shards.
+
+    ``source``: the live model that the result must load into; ``None`` for arrays without a model.
+    """
     staging = ConversionFolder(working_folder(target), target)
     # `_make` locks the folder on process 0 only; the stack keeps the lock until the result is published.
     with ExitStack() as stack:
         try:
-            made = call.first(lambda: _make(source, plan, staging, stack, overwrite=overwrite), "the files")
+            made = call.first(lambda: _make(plan, staging, stack, source=source, overwrite=overwrite), "the files")
             if not staging.is_of(made["run"]):
                 raise WriteError(
                     f"Cannot write {target}: process {processes.index()} does not see the files that process 0 made in "
@@ -292,13 +330,14 @@ def _write(
 
 
 def _make(
-    source: Source, plan: ConversionPlan, staging: ConversionFolder, stack: ExitStack, *, overwrite: bool
+    plan: ConversionPlan, staging: ConversionFolder, stack: ExitStack, *, source: Source | None, overwrite: bool
 ) -> dict[str, Any]:
     """Make all files of the target, with space for the values, and check that readers could load the model from it."""
     target = staging.target
-    check_free(target, folder=not is_file_name(target), overwrite=overwrite)
+    is_folder = not (plan.is_file or is_file_name(target))
+    check_free(target, folder=is_folder, overwrite=overwrite)
     check_others(plan, target, overwrite=overwrite)
-    stack.enter_context(staged(target, folder=not is_file_name(target), overwrite=overwrite))
+    stack.enter_context(staged(target, folder=is_folder, overwrite=overwrite))
     stack.push(lambda kind, *_: staging.discard() if kind is not None else None)
     # Values of a live model cannot be recognised later, so no run may continue another: a random plan fits no journal.
     run = uuid.uuid4().hex
@@ -320,7 +359,11 @@ def _parts(copy: Copy, *, is_alone: bool) -> Iterator[tuple[Bounds, Read]]:
     if not is_alone and not processes.is_first() and (array is None or array.is_fully_addressable):
         return
     if array is None:
-        yield Bounds.whole(copy.view.shape), reader_of_value(np.asarray(value.array), dtype)
+        box = Bounds.whole(copy.view.shape) if copy.box is None else copy.box
+        yield box, reader_of_value(np.asarray(value.array)[box.slices], dtype)
         return
     for region in local_boxes_of(array):
-        yield region.box, reader_of_box(region, dtype)
+        if copy.box is None:
+            yield region.box, reader_of_box(region, dtype)
+        elif (both := region.box.intersect(copy.box)) is not None:
+            yield both, reader_of_box(LocalBox(both, region.shards), dtype)

@@ -29,11 +29,13 @@ from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.hub_preset import WEIGHTS
+from shardload.loaders.peft import Weighted, merged
 from shardload.manifest import Manifest, View, c_strides
 from shardload.mapping import map_weights
 from shardload.mapping.outside import sort_unused, without_parts
 from shardload.mapping.roles import roles_of
 from shardload.mapping.variable_map import VariableMap
+from shardload.resolve.adapters import can_merge, merge_dtype
 from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
@@ -72,6 +74,8 @@ class Source:
     preset build the task in the same way."""
     adapters: Manifest | None = None
     """The partial step whose weights replace some of those in ``manifest`` (the base); ``None`` if there is none."""
+    adapted: tuple[Weighted, ...] = ()
+    """Adapters of PEFT that are merged into the values."""
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
@@ -81,7 +85,8 @@ class Source:
     @property
     def files(self) -> dict[Location, int]:
         """Each file to read values from, with its size when its headers were read: a file that changes is an error."""
-        return {path: size for manifest in self.manifests for path, size in manifest.files.items()}
+        found = {path: size for manifest in self.manifests for path, size in manifest.files.items()}
+        return found | {path: size for one in self.adapted for path, size in one.adapter.files.items()}
 
     @property
     def backbone(self) -> Any:
@@ -99,17 +104,25 @@ class Source:
 
 
 def open_with_model(
-    path: str | Location, *, dtype: str | None = None, ignore: Sequence[str] = (), ignore_config: Sequence[str] = ()
+    path: str | Location,
+    *,
+    dtype: str | None = None,
+    ignore: Sequence[str] = (),
+    ignore_config: Sequence[str] = (),
+    adapters: Sequence[Weighted] = (),
 ) -> Source:
     """Open a checkpoint to convert: build its model without values, and find where each variable's value is stored.
 
     ``dtype``: dtype of the model's floating-point variables, and so of computed values; by default the checkpoint's.
+    ``adapters``: adapters of PEFT to merge, if the checkpoint's tensors have Hugging Face's names.
     """
     manifest = open_manifest(path)
     # The weights file of a preset does not describe a model, but its folder does.
     weights = manifest.location
     if weights.name == WEIGHTS and weights.is_file() and (weights.parent / CONFIG).is_file():
         manifest = open_manifest(weights.parent)
+    if adapters and can_merge(manifest):
+        manifest = merged(manifest, adapters, dtype=merge_dtype(dtype))
     companions = companions_of(manifest)
     # A Hugging Face folder made from a preset keeps KerasHub's configuration, which also has what config.json cannot
     # express: dropout, dtype policies, names.

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardload.converting import hugging_face_copy, keras_files, transformers
 from shardload.converting.companions import KERAS, STATE, TRANSFORMERS, copy_files, hugging_face_tokenizer
+from shardload.converting.computing import StoredValue
 from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_as_json
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
@@ -27,7 +28,7 @@ from shardload.families.registry import model_type_of
 from shardload.hub import kerashub
 from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import spec_of
-from shardload.loaders.file_pieces import TensorPlace
+from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.orbax.loader import SPEC as ORBAX
 from shardload.loaders.registry import FormatSpec, specs
@@ -37,7 +38,6 @@ from shardload.mapping.state_tree import WEIGHT_ITEMS, state_tree_of
 from shardload.mapping.stored_values import VALUES_ENTRY as VALUES
 from shardload.mapping.stored_values import file_values_to_json, lacking_values, stored_values
 from shardload.transfer.casts import is_float
-from shardload.transfer.planning import Binding
 from shardload.units import byte_count, check_kind
 
 Target = Literal["h5", "safetensors", "orbax"]
@@ -190,16 +190,16 @@ def _safetensors(
     from shardload.loaders import safetensors
 
     backbone = source.backbone
-    config, manifest, bindings = _layout(source, dtypes, dtype)
-    tensors = transformers.wanted(bindings, manifest.tensors, dtypes)
+    config, manifest, places = _layout(source, dtypes, dtype)
+    tensors = transformers.wanted(places, manifest.tensors, dtypes)
     if whole_numbers := [t for t in tensors.values() if not is_float(t.dtype)]:
         raise NoPlaceError(
             f"Cannot write {whole_numbers[0].name!r} for Hugging Face: it is quantised ({whole_numbers[0].dtype}), "
             "expected the model before it was quantised"
         )
-    copies = tuple(Copy(tensors[b.view.tensor], source.values[id(b.variable)], b.view) for b in bindings)
+    copies = tuple(_copy(source, tensors[p.view.tensor], p) for p in places)
     # Variables without a tensor are small state (seeds), which goes to keras/state.json; a weight must not be lost.
-    placed = {id(b.variable) for b in bindings}
+    placed = {id(p.variable) for p in places} | transformers.derived_from_others(backbone)
     state = [v for v in source.variables_of(backbone) if id(v) not in placed]
     if more := [v.path for v in state if transformers.is_weight(v)]:
         raise NoPlaceError(f"Cannot write {more[0]!r} for Hugging Face, which has no tensor for it")
@@ -222,6 +222,11 @@ def _safetensors(
     rounded = model_type_of(config).rounded_to
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
     notes += (*_left_out_fields(source, config), *transformers.unlike(config, backbone))
+    notes += (
+        transformers.lacking(places, backbone)
+        if source.origin is not manifest and transformers.is_written(backbone)
+        else ()
+    )
     # A load of the result may build another class: a task from a backbone, as KerasHub's have output layers.
     wanted, built = type(source.model), kerashub.task_class(manifest) or type(backbone)
     if wanted is not built:
@@ -230,16 +235,23 @@ def _safetensors(
     return ConversionPlan(HUGGING_FACE.name, copies, make, {}, notes=(*notes, note) if rounded else notes)
 
 
+def _copy(source: Source, wanted: Wanted, place: transformers.FilledElements) -> Copy:
+    if place.variable is not None:
+        return Copy(wanted, source.values[id(place.variable)], place.view, place.box)
+    zeros = np.full(place.view.shape, -0.0, wanted.dtype)
+    return Copy(wanted, StoredValue(None, wanted.dtype, array=zeros), place.view)
+
+
 def _layout(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None
-) -> tuple[dict[str, Any], Manifest, tuple[Binding, ...]]:
+) -> tuple[dict[str, Any], Manifest, tuple[transformers.FilledElements, ...]]:
     """Return what to write for Hugging Face: ``config.json``, the tensors, and which elements each variable fills."""
     # A live model's folder is the template: inverting the views that loading records works for every family whose
     # converter only views. If it fails, a family in `transformers` is described from the backbone alone.
     if source.origin is not None:
         try:
-            bindings = transformers.views_of(source.model, source.origin, leave_out=source.merged)
-            return in_dtype(source.origin.config, _most(source, dtypes)), source.origin, bindings
+            places = transformers.views_of(source.model, source.origin, leave_out=source.merged)
+            return in_dtype(source.origin.config, _most(source, dtypes)), source.origin, places
         except UnsupportedError:
             if not transformers.is_written(source.backbone):
                 raise
@@ -291,7 +303,8 @@ def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ..
     if source.origin is not None or source.companions.config(TRANSFORMERS) is not None:
         return ()
     longest = "n_positions" in config
-    missing = [n for n in transformers.UNKNOWN if n not in config and not (longest and n == transformers.UNKNOWN[0])]
+    known = transformers.UNKNOWN + (transformers.UNKNOWN_OF_IMAGES if "vision_config" in config else ())
+    missing = [n for n in known if n not in config and not (longest and n == transformers.UNKNOWN[0])]
     lacks = (
         f"config.json lacks {', '.join(missing)}, which the source does not have: transformers uses its own defaults"
     )

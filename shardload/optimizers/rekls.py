@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardload.errors import UsageError
 from shardload.keras_bridge import Variable
 from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
-from shardload.keras_bridge.variables import stored_dtype
+from shardload.keras_bridge.variables import is_variable, stored_dtype
 from shardload.optimizers import rekls_setup
 from shardload.optimizers.dealing import ALONE_TIMES, EVERYWHERE_TIMES, Batch, Sized, batched, split_axes
 from shardload.optimizers.joint_update import (
@@ -221,9 +221,9 @@ class REKLS(JointOptimizer):
         plan = self._plan(held, [view for *_, view in matrices])
         # Pytrees of one structure, with variables, their values before, and after as leaves.
         given = Gradients([in_place_of(g, v) for g, v, _ in matrices], [in_place_of(g, v) for g, v in others])
-        before = jax.tree.map(lambda variable: variable.value, held)
+        before = jax.tree.map(lambda variable: variable.value, held, is_leaf=is_variable)
         after = whole_step(plan, before, given, jnp.asarray(learning_rate), jnp.asarray(self.is_due()))
-        jax.tree.map(lambda variable, value: variable.assign(value), held, after)
+        jax.tree.map(lambda variable, value: variable.assign(value), held, after, is_leaf=is_variable)
 
     @property
     def needs_even_state(self) -> bool:
@@ -297,12 +297,14 @@ class REKLS(JointOptimizer):
         return Moments(self.momentums[place], self.velocities[place])
 
     def _plan(self, held: WholeState, views: Sequence[MatrixView]) -> WholePlan:
-        mesh = rekls_setup.common_mesh(self, jax.tree.leaves((held.matrices, held.others)))
+        mesh = rekls_setup.common_mesh(self, jax.tree.leaves((held.matrices, held.others), is_leaf=is_variable))
         matrices = []
         for state, view in zip(held.matrices, views, strict=True):
             # On one device, empty specs leave nothing to gather or to slice.
             specs = jax.tree.map(
-                lambda variable: PartitionSpec() if mesh is None else rekls_setup.partition_spec_of(variable), state
+                lambda variable: PartitionSpec() if mesh is None else rekls_setup.partition_spec_of(variable),
+                state,
+                is_leaf=is_variable,
             )
             matrices.append(Matrix(view, specs, self.is_decayed(state.weight)))
         joint = JointPlan(

@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -178,10 +179,27 @@ def belongs_to_a_mesh(layout: Any) -> bool:
     return hasattr(layout, "device_mesh") or isinstance(layout, LayoutPlan)
 
 
+_WeightBytes = Callable[[LayoutChoice], int]
+"""A function that returns the bytes of the weights on each device under the layouts of a model."""
+
+
 def fit(
     model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto", cache: KvCache | None = None
 ) -> MeshFit:
     """Compute whether the weights of ``model``, and its KV cache if given, fit if 10 % of each device stays free."""
+    return fit_weights(model, mesh, device_memory_bytes, layout=layout, cache=cache)
+
+
+def fit_weights(
+    model: Any,
+    mesh: MeshSpec,
+    device_memory_bytes: int,
+    *,
+    layout: Any,
+    cache: KvCache | None,
+    weight_bytes: _WeightBytes = attrgetter("device_bytes"),
+) -> MeshFit:
+    """Return the same as `fit`, for weights of which a device stores ``weight_bytes``, not those of ``model``."""
     is_number = isinstance(device_memory_bytes, int | float) and not isinstance(device_memory_bytes, bool)
     if not is_number or not math.isfinite(device_memory_bytes):
         raise UsageError(
@@ -191,7 +209,7 @@ def fit(
     check_kind("cache", cache, KvCache | None, "the KvCache of the model")
     choice = choose(model, mesh, layout)
     cached = 0 if cache is None else cache.bytes_under(choice)
-    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - _RESERVED_SHARE)), cached)
+    return MeshFit(choice.mesh, weight_bytes(choice), int(device_memory_bytes * (1 - _RESERVED_SHARE)), cached)
 
 
 def smallest_mesh(
@@ -208,9 +226,14 @@ def smallest_mesh(
     Raises:
         LayoutError: As `choose` does.
     """
+    return smallest_fit(lambda mesh: fit(model, mesh, device_memory_bytes, layout=layout, cache=cache))
+
+
+def smallest_fit(fit_on: Callable[[MeshSpec], MeshFit]) -> MeshFit | None:
+    """Return the fit on the smallest of the meshes 1x1, 1x2, 1x4, …, by a function that returns the one on a mesh."""
     devices, whole = 1, None
     while devices <= MAX_DEVICES:
-        found = fit(model, MeshSpec(DEFAULT_AXES, (1, devices)), device_memory_bytes, layout=layout, cache=cache)
+        found = fit_on(MeshSpec(DEFAULT_AXES, (1, devices)))
         if found.fits:
             return found
         # Stop where nothing divides any more. A doubling that saves nothing is not enough to stop: one variable may be

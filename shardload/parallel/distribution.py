@@ -24,6 +24,7 @@ from shardload.keras_bridge import Model, Variable, abstraction, distributions
 from shardload.keras_bridge.binding import MeshParallel, bind
 from shardload.keras_bridge.calls import build_by_calling, output_paths
 from shardload.keras_bridge.entry_points import EntryCall, calls_to
+from shardload.keras_bridge.quantised_gradients import int8_gradients
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import sharding_of
 from shardload.layout_search.searching import search
@@ -121,7 +122,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Make this the distribution of the code in the block; batches that do not divide evenly are replicated."""
-        with batches_laid_out_singly(), super().scope():
+        with batches_laid_out_singly(), int8_gradients(), super().scope():
             yield
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:

@@ -81,7 +81,7 @@ class Bounds:
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         # Boxes that only touch do not overlap. In rank 0 there is no dim that could keep two boxes apart.
-        return None if any(b <= a for a, b in zip(start, stop, strict=True)) else Bounds(start, stop)
+        return Bounds(start, stop) if all(map(lt, start, stop)) else None
 
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
         """Return this box in the indices of a part that starts at ``origin``, such as a shard: minus ``origin``."""

@@ -104,7 +104,8 @@ def test_what_a_converter_computes_is_what_loading_gives(model_type, to, tmp_pat
     folder = folder_of(tmp_path, model_type)
     report = shardload.convert(folder, tmp_path / "out", to=to)
     assert_same_model(folder, tmp_path / "out")
-    assert any("computes" in note for note in report.notes)
+    # The loader dequantises GPT-OSS' codes, row by row; no converter computes them.
+    assert any("computes" in note for note in report.notes) == (model_type != "gpt_oss")
 
 
 @pytest.mark.slow
@@ -130,11 +131,11 @@ def test_rows_that_the_model_does_not_use_are_left_out_and_told(tmp_path):
     assert any(note.startswith(told) for note in report.notes)
 
 
-def test_merged_experts_are_not_taken_apart(tmp_path):
-    shardload.convert(folder_of(tmp_path, "mixtral"), tmp_path / "preset", to="h5")
-    with pytest.raises(UnsupportedError, match=r"mixtral.*Choose the format h5 or .* the format orbax"):
-        shardload.convert(tmp_path / "preset", tmp_path / "out", to="safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "preset"]
+def test_merged_experts_are_taken_apart(tmp_path):
+    source = folder_of(tmp_path, "mixtral")
+    shardload.convert(source, tmp_path / "preset", to="h5")
+    shardload.convert(tmp_path / "preset", tmp_path / "out", to="safetensors")
+    assert_same_model(source, tmp_path / "out")
 
 
 def test_a_layer_that_computes_what_it_saves_is_refused_for_hdf5(tmp_path):

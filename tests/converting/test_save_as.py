@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from memory import numbers_of_a_process
 from process_runs import Run, told
 from progress_calls import AfterShare
+from transformers_cross import folders
 
 import shardload
 from shardload.comparing import diff
@@ -146,7 +147,7 @@ def test_a_variable_of_two_layers_is_written_under_both_as_keras_does(make, endi
         assert equal(values(by_us), values(model))
 
 
-FAMILIES = ("smollm3", "distilbert", "vit")
+FAMILIES = ("smollm3", "qwen2_moe", "distilbert", "vit")
 
 
 @pytest.mark.parametrize("model_type", [FAMILIES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[1:])])
@@ -168,10 +169,11 @@ def test_other_families_go_back_to_the_folder_they_came_from(model_type, tmp_pat
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
 
 
-def test_what_no_view_inverts_is_refused(tmp_path):
-    hub_folders.write(tmp_path, "qwen2_moe", hub_folders.build(tmp_path, "qwen2_moe"), unwanted=False)
-    model = shardload.load(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"one to one with the Hugging Face tensors of model_type 'qwen2_moe'"):
+def test_what_no_view_inverts_is_refused_where_no_family_declares_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardload.converting.transformers.exports", dict)
+    model = shardload.load(folders.build(folders.read_family("qwen3_5_moe")["qwen3_5_moe, text"], tmp_path / "hf"))
+    match = r"one to one with the Hugging Face tensors of model_type 'qwen3_5_moe'"
+    with pytest.raises(UnsupportedError, match=match):
         shardload.save_as(model, tmp_path / "out", to="safetensors")
 
 
@@ -218,7 +220,7 @@ def test_a_model_that_keras_cannot_describe(tmp_path):
 def test_quantised_kernels_are_no_weights_of_hugging_face(presets, tmp_path):
     model = shardload.load(presets["gemma2_9b"]).backbone
     model.quantize("int8")
-    with pytest.raises(UnsupportedError, match=r"it is quantised \(int8\)"):
+    with pytest.raises(UnsupportedError, match=r"its layer 'token_embedding' is quantised \(int8\)"):
         shardload.save_as(model, tmp_path / "out", to="safetensors")
     shardload.save_as(model, tmp_path / "out", to="preset")
     found = shardload.load(tmp_path / "out", task=False)  # Keras gives scales another dtype when it builds them
