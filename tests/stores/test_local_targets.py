@@ -4,6 +4,7 @@ import inspect
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import keras
 import pytest
 
@@ -39,6 +40,7 @@ def nothing_written(tmp_path, monkeypatch):
 WRITERS = {
     "convert": lambda model, url: shardload.convert("missing", url, to="orbax"),
     "save_as": lambda model, url: shardload.save_as(model, url, to="h5"),
+    "save_arrays": lambda model, url: shardload.save_arrays({"a": jnp.zeros(2)}, url, to="orbax"),
     "save": lambda model, url: shardload.save(model, url, step=0),
     "Checkpointer": lambda model, url: shardload.Checkpointer(url),
     "callbacks.OrbaxCheckpoint": lambda model, url: OrbaxCheckpoint(url),
@@ -130,7 +132,7 @@ def test_names_with_a_colon_are_names(name):
     assert local_target(name) == Path(name)
 
 
-@pytest.mark.parametrize("writer", ["convert", "save_as", "Checkpointer"])
+@pytest.mark.parametrize("writer", ["convert", "save_as", "save_arrays", "Checkpointer"])
 def test_the_address_of_a_bucket_is_no_path(writer, model):
     with pytest.raises(UsageError, match=r"it is a URL \(s3\).* Pass an address of a bucket as text, not as a path"):
         WRITERS[writer](model, Path("s3://bucket/out"))

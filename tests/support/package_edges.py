@@ -20,7 +20,7 @@ _ALLOWED = {
     "layouts": "errors keras_bridge sharding typing units",
     "optimizers": "errors keras_bridge sharding units",
     "layout_search": "errors keras_bridge layouts reports sharding stores typing units",
-    "mapping": "errors families hub keras_bridge loaders manifest reports stores transfer units",
+    "mapping": "errors families hub keras_bridge layouts loaders manifest reports sharding stores transfer units",
     "layout_checks": "errors keras_bridge layout_search layouts sharding stores transfer units",
     "runs": "errors interrupts keras_bridge loaders manifest mapping processes stores units",
     "parallel": "errors keras_bridge layout_checks layout_search layouts sharding typing units",
@@ -32,12 +32,14 @@ _ALLOWED = {
     "verifying": "errors loaders manifest progress resolve runs stores transfer",
     "converting": "errors families hub interrupts keras_bridge loaders manifest mapping pipeline processes progress "
     "reports resolve runs sharding stores text transfer typing units",
-    "loading": "errors keras_bridge pipeline processes progress reports text typing",
     "restoring": "errors keras_bridge loaders manifest mapping pipeline processes progress reports resolve runs "
     "transfer typing",
-    "accelerating": "errors keras_bridge layouts loaders loading mapping pipeline reports resolve sharding stores text",
+    "adapting": "converting errors keras_bridge pipeline resolve typing units",
     "callbacks": "data errors keras_bridge pipeline processes reports restoring runs stores typing units",
     "comparing": "converting errors loaders manifest progress resolve transfer units",
+    "loading": "adapting converting errors keras_bridge manifest pipeline processes progress reports resolve text "
+    "typing",
+    "accelerating": "errors keras_bridge layouts loaders loading mapping pipeline reports resolve sharding stores text",
     "console": "comparing converting errors hub interrupts loaders loading manifest pipeline processes progress "
     "reports resolve runs sharding stores synth text units verifying",
     "cli": "console interrupts stores",

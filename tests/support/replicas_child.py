@@ -129,6 +129,22 @@ def load(mesh, source, replicas):
     tell(wrong=wrong, report=report.to_json(), whole=shardload.report(alone).bytes.needed)
 
 
+def quantised(mesh, source, mode):
+    """Quantise while loading together, both ways, and compare with what Keras quantises after a load alone."""
+    wrong, ratios = [], []
+    alone = shardload.load(source, devices=jax.local_devices()[:1])
+    kernels = (keras.layers.Dense, keras.layers.Embedding)
+    alone.quantize(mode, filters=lambda layer: isinstance(layer, kernels))
+    for way in ("read", "broadcast"):
+        model = shardload.load(source, mesh=mesh, layout=LAYOUT, replicas=way, quantize=mode)
+        pairs = [(one, np.asarray(other.value)) for one, other in zip(model.weights, alone.weights, strict=True)]
+        wrong += [one.path for one, value in pairs for shard in one.value.addressable_shards
+                  if np.asarray(shard.data).tobytes() != value[shard.index].tobytes()]  # fmt: skip
+        ratios.append(shardload.report(model).cluster.ratio)
+    specs = {one.path: list(one.value.sharding.spec) for one in model.weights}
+    tell(wrong=wrong, ratios=ratios, specs=specs)
+
+
 def restore(mesh, folder, _):
     """Restore a step together, by verified bytes, both ways, and load its weights; compare the values."""
     found, ratios = [], []
@@ -201,7 +217,7 @@ def main(count, index, port, devices, mesh, do, folder, replicas="broadcast"):  
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     sys.modules.setdefault("tensorflow", None)  # Keras imports it where it is; it is not needed
-    calls = (transfer, load, arrays, restore, stored, remote)
+    calls = (transfer, load, quantised, arrays, restore, stored, remote)
     {call.__name__: call for call in calls}[do](mesh, folder, replicas)
 
 
