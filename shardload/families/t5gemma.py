@@ -155,7 +155,7 @@ FAMILY = Family(
             differences=_windows_of_t5gemma,
             parts={"encoder": "t5_gemma_module", "decoder": "t5_gemma_module"},
             tensors=_tensors,
-            tensor_fields=("tie_word_embeddings",),
+            tensor_fields=("vocab_size",),
             part_fields=dict.fromkeys(("encoder", "decoder"), (*DECODER_FIELDS, "head_dim")),
         ),
         ModelType(name="t5gemma2", lacks=_LATER, adapt=_adapt_t5gemma_2),

@@ -90,7 +90,7 @@ def of_keras_hub(config):
 def test_parameter_counts_are_those_of_kerashubs_presets(name):
     known = {n: entry["metadata"].get("params") for n, entry in BUILTIN_PRESETS.items()}
     others = [f"{alias}_en" for alias, of in aliases().items() if of == name]
-    endings = ("", "_en_uncased", "_en", "_text", "_multi", "_imagenet", "_imagenet21k")
+    endings = ("", "_en_uncased", "_en", "_text", "_multi", "_imagenet", "_imagenet21k", "_ul2")
     preset = next(p for p in (*others, *(f"{name}{ending}" for ending in endings)) if p in known)
     if name == "gemma3_4b":
         preset = "gemma3_4b_text"
