@@ -21,6 +21,7 @@ from shardload.converting.computing import StoredValue
 from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_as_json
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
+from shardload.converting.same_values import require_equal
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
 from shardload.families.parts.config import architecture_of
@@ -198,8 +199,11 @@ def _safetensors(
             "expected the model before it was quantised"
         )
     copies = tuple(_copy(source, tensors[p.view.tensor], p) for p in places)
+    pairs = transformers.same_in(backbone)
+    require_equal(source, pairs)
     # Variables without a tensor are small state (seeds), which goes to keras/state.json; a weight must not be lost.
     placed = {id(p.variable) for p in places} | transformers.derived_from_others(backbone)
+    placed |= {id(second) for _, second in pairs}
     state = [v for v in source.variables_of(backbone) if id(v) not in placed]
     if more := [v.path for v in state if transformers.is_weight(v)]:
         raise NoPlaceError(f"Cannot write {more[0]!r} for Hugging Face, which has no tensor for it")

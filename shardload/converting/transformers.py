@@ -200,6 +200,12 @@ def derived_from_others(backbone: Any) -> set[int]:
     return set() if export is None else {id(variable) for variable in export.derived(backbone)}
 
 
+def same_in(backbone: Any) -> tuple[tuple[Any, Any], ...]:
+    """Return pairs of variables of a backbone that have one tensor: the first is written to it."""
+    export = exports().get(type(backbone).__name__)
+    return () if export is None else export.same(backbone)
+
+
 def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[FilledElements, ...]:
     """Return, for each variable, the Hugging Face tensor and the elements of it that the variable fills.
 
@@ -219,7 +225,9 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
     unused = [name for name in mapping.unused if name not in outside | zeros]
     problems = [*map(str, mapping.mismatched), *missing, *unused, *computed]
     by_tensor: dict[str, list[FilledElements]] = {}
-    for place in (*(FilledElements(b.variable, b.view) for b in mapping.bindings), *declared):
+    seconds = {id(variable) for _, variable in same_in(backbone_of(model))}
+    bound = (FilledElements(b.variable, b.view) for b in mapping.bindings if id(b.variable) not in seconds)
+    for place in (*bound, *declared):
         by_tensor.setdefault(place.view.tensor, []).append(place)
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name not in outside}
     problems += [

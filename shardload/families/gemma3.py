@@ -16,7 +16,13 @@ from shardload.families.parts.config import Config, Dims, decoder_defaults, publ
 from shardload.families.parts.conversion import Export, LayerSettings, exported_decoder
 from shardload.families.parts.gguf import SANDWICH, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
-from shardload.families.parts.images import TOWER_FIELDS, tower_config, tower_tensors
+from shardload.families.parts.images import (
+    TOWER_FIELDS,
+    exported_tower,
+    tokens_per_image,
+    tower_config,
+    tower_tensors,
+)
 from shardload.families.parts.rope import Rotary
 from shardload.families.parts.tensors import DECODER_FIELDS, DECODER_HEADS, VISION_POOLER, DecoderTensors, TensorSpec
 from shardload.families.record import OTHER_FILE, Family, ModelType, Part
@@ -86,15 +92,12 @@ def _export_gemma_3(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
     if (tower := backbone.vision_encoder) is None:
         return text
     del text["architectures"]
-    sizes = {"hidden": tower.hidden_dim, "layers": tower.num_layers, "heads": tower.num_heads}
-    sides = {"image": tower.image_size, "patch": tower.patch_size}
     return {
         "model_type": "gemma3",
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": text,
-        "vision_config": tower_config(**sizes, width=tower.intermediate_dim, **sides)
-        | {"layer_norm_eps": tower.layer_norm_epsilon},
-        "mm_tokens_per_image": (tower.image_size // tower.patch_size // tower.pool_size) ** 2,
+        "vision_config": exported_tower(tower),
+        "mm_tokens_per_image": tokens_per_image(tower),
         "tie_word_embeddings": True,
     }
 

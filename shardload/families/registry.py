@@ -29,6 +29,7 @@ BUILT_IN = {
     "gemma3n": "gemma3n:FAMILY",
     "gemma4": "gemma4:FAMILY",
     "t5gemma": "t5gemma:FAMILY",
+    "t5gemma2": "t5gemma2:FAMILY",
     "paligemma": "paligemma:FAMILY",
     "llama": "llama:FAMILY",
     "mistral": "mistral:FAMILY",

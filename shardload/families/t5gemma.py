@@ -1,4 +1,4 @@
-"""T5Gemma and T5Gemma 2: encoders and decoders made of Gemma's layers."""
+"""T5Gemma: encoders and decoders made of Gemma 2's layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardload.families.parts.config import Config, Dims, published_decoder
 from shardload.families.parts.conversion import Export, LayerSettings
 from shardload.families.parts.rope import FULL, SLIDING
 from shardload.families.parts.tensors import DECODER_FIELDS, TensorSpec, gated_mlp
-from shardload.families.record import LATER, NO_GGUF, Family, ModelType, Part
+from shardload.families.record import NO_GGUF, Family, ModelType
 
 
 def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
@@ -25,18 +25,7 @@ def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
             yield FieldDifference("sliding_window", f"{window} (in the {part})", has, WINDOW)
 
 
-def _adapt_t5gemma_2(config: dict[str, Any]) -> None:
-    """Set a missing rotary ``factor`` of full attention to 1: transformers 5 omits it, KerasHub reads it."""
-    encoder = config.get("encoder")
-    parts = (config.get("decoder"), encoder.get("text_config") if isinstance(encoder, dict) else None)
-    for part in parts:
-        rope = part.get("rope_parameters") if isinstance(part, dict) else None
-        full = rope.get("full_attention") if isinstance(rope, dict) else None
-        if isinstance(full, dict) and full.get("rope_type", "default") == "default":
-            full.setdefault("factor", 1.0)
-
-
-# ---- tensors of T5Gemma -------------------------------------------------------------------------
+# ---- tensors ------------------------------------------------------------------------------------
 
 
 def _tensors(config: Config) -> Iterator[TensorSpec]:
@@ -45,11 +34,13 @@ def _tensors(config: Config) -> Iterator[TensorSpec]:
         at, hidden = f"model.{name}", part["hidden_size"]
         yield TensorSpec(f"{at}.embed_tokens.weight", (part["vocab_size"], hidden))
         for i in range(part["num_hidden_layers"]):
-            yield from _layer(part, f"{at}.layers.{i}", seen=encoder["hidden_size"] if name == "decoder" else None)
+            yield from layer_tensors(
+                part, f"{at}.layers.{i}", seen=encoder["hidden_size"] if name == "decoder" else None
+            )
         yield TensorSpec(f"{at}.norm.weight", (hidden,))
 
 
-def _layer(part: Config, at: str, *, seen: int | None) -> Iterator[TensorSpec]:
+def layer_tensors(part: Config, at: str, *, seen: int | None = None) -> Iterator[TensorSpec]:
     """Yield the tensors of a layer; ``seen`` is the hidden size of the encoder that a decoder's layer attends to."""
     hidden = part["hidden_size"]
     steps = {"self_attn": hidden} if seen is None else {"self_attn": hidden, "cross_attn": seen}
@@ -70,7 +61,7 @@ def _attention(part: Config, at: str, *, inputs: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{at}.o_proj.weight", (hidden, queries))
 
 
-# ---- the configuration of a backbone of T5Gemma -------------------------------------------------
+# ---- the configuration of a backbone ------------------------------------------------------------
 
 
 def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
@@ -143,7 +134,6 @@ def _published(dims: Dims) -> dict[str, Any]:
     }
 
 
-_LATER = NO_GGUF | {Part.EXPORT: LATER, Part.SIZE: LATER}
 FAMILY = Family(
     name="t5gemma",
     title="T5Gemma",
@@ -158,7 +148,6 @@ FAMILY = Family(
             tensor_fields=("vocab_size",),
             part_fields=dict.fromkeys(("encoder", "decoder"), (*DECODER_FIELDS, "head_dim")),
         ),
-        ModelType(name="t5gemma2", lacks=_LATER, adapt=_adapt_t5gemma_2),
     ),
     sizes={
         "t5gemma_s_s": _published(Dims(512, 8, 8, 8, 1024)),

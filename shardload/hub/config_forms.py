@@ -35,9 +35,7 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     if config.get("rope_parameters", {}) is None:
         del config["rope_parameters"]
     known = model_type_of(config)
-    for part, kind in known.parts.items():
-        if isinstance(config.get(part), dict):
-            config[part] = completed({"model_type": kind, **config[part]})
+    _complete_parts(config)
     if "ForImageClassification" in architecture_of(config):
         config.setdefault("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # the default, which transformers omits
     if known.is_image_model:
@@ -59,6 +57,14 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = found.get("num_attention_heads")
     known.complete(found)
     return found
+
+
+def _complete_parts(config: dict[str, Any]) -> None:
+    """Add the defaults of a configuration's parts, and of their own parts, in place."""
+    for part, kind in model_type_of(config).parts.items():
+        if isinstance(config.get(part), dict):
+            config[part] = completed({"model_type": kind, **config[part]})
+            _complete_parts(config[part])
 
 
 def _with_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,16 +187,23 @@ def transformers_tensors(config: Config) -> list[TensorSpec]:
             f"{', '.join(sorted(listed))}"
         )
     config = completed(_with_current_keys(config))
+    _check_parts(config)
+    _check(config, known.tensor_fields)
+    _check_lists(config, known.tensor_lists)
+    return list(known.tensors(config))
+
+
+def _check_parts(config: dict[str, Any]) -> None:
+    """Add the defaults of the parts that have tensors, in place, and check their sizes; the same of their own parts."""
+    known = model_type_of(config)
     for part, fields in known.part_fields.items():
         if config.get(part) is None and part in known.optional_parts:
             continue
         if not isinstance(config.get(part), Mapping):
             raise SourceError(f"its configuration sets {part}={config.get(part)!r:.60}, expected an object. Correct it")
         config[part] = completed({"model_type": known.parts[part], **config[part]})
+        _check_parts(config[part])
         _check(config[part], (*fields, *model_type_of(config[part]).tensor_fields))
-    _check(config, known.tensor_fields)
-    _check_lists(config, known.tensor_lists)
-    return list(known.tensors(config))
 
 
 def _check_lists(config: Config, names: tuple[str, ...]) -> None:

@@ -51,7 +51,7 @@ def scaled(config: ArchitectureConfig, scale: float) -> ArchitectureConfig:
     if scale == 1.0:
         return dict(config)
     small = {
-        key: scaled(value, scale) if isinstance(value, dict) and _is_model(value) else value
+        key: scaled(value, scale) if isinstance(value, dict) and _has_model(value) else value
         for key, value in config.items()
     }
     if _is_model(config):
@@ -83,6 +83,11 @@ _WIDTHS = (
 def _is_model(config: ArchitectureConfig) -> bool:
     """Whether a configuration has sizes itself, and not only in its parts (``text_config``)."""
     return any(key in config for key in _HIDDEN)
+
+
+def _has_model(config: ArchitectureConfig) -> bool:
+    """Whether a configuration has sizes, itself or in its parts."""
+    return _is_model(config) or any(isinstance(value, dict) and _has_model(value) for value in config.values())
 
 
 def _scale_widths(small: ArchitectureConfig, scale: float) -> None:

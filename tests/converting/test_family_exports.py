@@ -22,8 +22,12 @@ from shardload.families.registry import exports
 pytestmark = pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning")  # KerasHub's T5
 CASES = exported_folders.CASES
 MESHES = ("1x8", "2x4", "1x3")
-OTHER_NAMES = {r"^transformer\.": "", r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
-"""GPT-2's files on the Hub have no prefix, and transformers 5 still writes TensorFlow's names for a few classes."""
+OTHER_NAMES = {
+    **{r"^transformer\.": "", r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
+    r"vision_tower\.vision_model\.": "vision_tower.",
+}
+"""GPT-2's files on the Hub have no prefix, transformers 5 still writes TensorFlow's names for a few classes, and SigLIP
+has another name in files on the Hub than in those that transformers 5 writes."""
 LEFT_OUT = r"(\w+\.)*pooler\.|contact_head\.|.*inv_freq$|lm_head\.|.*position_ids$|mtp\."
 """Tensors of transformers' classes that KerasHub's lack, and that change no output compared in `transformers_cross`."""
 OTHER_FIELDS = {"max_window_layers", "pad_token_id", *exported_folders.SET_ON_LAYERS}
@@ -155,3 +159,30 @@ def test_a_folder_with_fused_experts_is_written_back_with_them(tmp_path):
     ours, theirs = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf")
     assert [name for name in ours if name.endswith("experts.gate_up_proj")]
     assert {name: value.tobytes() for name, value in ours.items()} == {n: v.tobytes() for n, v in theirs.items()}
+
+
+@pytest.mark.parametrize("of", ["a model", "its folder", "a preset"])
+def test_two_variables_with_one_tensor_are_not_written_once_they_differ(of, tmp_path):
+    folder = folders.build(folders.read_family("t5gemma2")["t5gemma2, tied"], tmp_path / "hf")
+    loaded = shardload.load(folder, mesh="1x3")
+    model = loaded if of == "its folder" else exported_folders.without_origin(folder, mesh="1x3")
+    shardload.save_as(model, tmp_path / "equal", to="safetensors")
+    weights = getattr(model, "backbone", model).decoder_token_embedding.embeddings
+    weights.assign(weights.value.at[5, 3].add(0.5))
+    if of == "a preset":
+        shardload.save_as(model, tmp_path / "preset", to="preset")
+    match = "token_embedding/embeddings' and 'decoder_token_embedding/embeddings' have different values"
+    with pytest.raises(UnsupportedError, match=match):
+        if of == "a preset":
+            shardload.convert(tmp_path / "preset", tmp_path / "out", to="safetensors")
+        else:
+            shardload.save_as(model, tmp_path / "out", to="safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_t5gemma_2_that_reads_no_images_is_not_written(tmp_path):
+    folder = folders.build(folders.read_family("t5gemma2")["t5gemma2, tied"], tmp_path / "hf")
+    known = exported_folders.without_origin(folder)
+    backbone = type(known).from_config(known.get_config() | {"vision_encoder": None})
+    with pytest.raises(UnsupportedError, match=r"Cannot write T5Gemma2Backbone .* it has vision_encoder=None"):
+        shardload.save_as(backbone, tmp_path / "out", to="safetensors")

@@ -92,6 +92,7 @@ ASSISTANT = {
     "use_ordered_embeddings": True, "backbone_hidden_size": 24, "num_centroids": 4,
     "architectures": ["Gemma4AssistantForCausalLM"],
 }  # fmt: skip
+UNCAPPED = {**TEXT, "attn_logit_softcapping": None}
 TINY_MOBILENET = [
     ["er_r1_k3_s2_e4_c8"],
     ["uir_r1_a3_k5_s2_e2_c8"],
@@ -141,21 +142,21 @@ CONFIGS = {
     "sam3_video": {"detector_config": SAM3},
     "t5gemma": {
         "tie_word_embeddings": True,  # an output layer of its own is one the converter forgets
-        "encoder": {**TEXT, "attn_logit_softcapping": None},
+        "encoder": UNCAPPED,
         "decoder": TEXT,
     },
     "t5gemma2": {
         "encoder": {
-            "text_config": {**TEXT, "tie_word_embeddings": True},
+            "text_config": {**UNCAPPED, "tie_word_embeddings": True},
             "vision_config": VISION,
             "mm_tokens_per_image": 4,
         },
-        "decoder": TEXT,
+        "decoder": UNCAPPED,
         "eoi_token_index": 5,
     },
     "t5gemma2 text": {
-        "encoder": {"text_config": {**TEXT, "tie_word_embeddings": True}},
-        "decoder": TEXT,
+        "encoder": {"text_config": {**UNCAPPED, "tie_word_embeddings": True}},
+        "decoder": UNCAPPED,
         "eoi_token_index": 5,
     },
 }  # fmt: skip

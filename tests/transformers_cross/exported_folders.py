@@ -9,6 +9,7 @@ command shows that transformers reads their ``config.json`` as the same model.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ CASES = (
     *("qwen3_5_moe, vision", "qwen3_5_moe, vision, tied", "qwen3_5_moe, vision, 3 KV heads"),
     *("metaclip_2, both", "metaclip_2, transformers 4", "metaclip_2, 3 and 5 heads"),
     *("blip-2, opt", "blip-2, opt, transformers 4", "blip-2, opt, 3 to 6 heads", "blip-2, t5, transformers 4"),
-    *("t5gemma, no sliding attention", "t5gemma, soft caps"),
+    *("t5gemma, no sliding attention", "t5gemma, soft caps", "t5gemma2, tied", "t5gemma2, 3 KV heads"),
+    *("t5gemma2, a window narrower than the text", "t5gemma2, soft cap", "t5gemma2, rope linear"),
 )
 """Folders of which the backbones are written: each model with an export, with uneven heads where there are any."""
 
@@ -105,9 +107,12 @@ def _differences(case: Case, folder: Path) -> Iterator[str]:
 
     fixture = folders.read_family(case.family)[case.name]
     options = {} if case.family in NO_CHOICE_OF_ATTENTION else {"attn_implementation": "eager"}
-    options |= {key: value for key, value in fixture["json"]["config.json"].items() if key in LEFT_OUT}
+    # Not as options of from_pretrained, which would set them after the configuration gave them to its parts.
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    written |= {key: value for key, value in fixture["json"]["config.json"].items() if key in LEFT_OUT}
+    config = type(transformers.AutoConfig.for_model(written["model_type"])).from_dict(written)
     model, loading = getattr(transformers, case.cls).from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, **options
+        folder, config=config, dtype=torch.float32, output_loading_info=True, **options
     )
     fed = {key: torch.tensor(value) for key, value in inputs.expand(fixture["inputs"]).items()}
     with torch.no_grad():

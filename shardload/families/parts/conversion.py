@@ -149,6 +149,9 @@ class Export:
     it stacks experts. Of all other variables, the converter tells where they are."""
     derived: Callable[[Any], tuple[Any, ...]] = lambda backbone: ()
     """Takes a backbone; returns variables that KerasHub's converter computes from others: no tensor has them."""
+    same: Callable[[Any], tuple[tuple[Any, Any], ...]] = lambda backbone: ()
+    """Takes a backbone; returns pairs of variables that KerasHub's converter reads from one tensor. The first is
+    written; an export is refused if the second has other values, which training gives it."""
     without_pooler: bool = False
     """Whether Hugging Face's class has a pooler and KerasHub's has none, so that a note says that none is written."""
     zeros: tuple[ZeroRows, ...] = ()

@@ -138,3 +138,15 @@ def tower_config(*, hidden: int, layers: int, heads: int, width: int, image: int
         "layer_norm_eps": 1e-6,
         "vision_use_head": False,
     }
+
+
+def exported_tower(tower: Any) -> dict[str, Any]:
+    """Return the ``vision_config`` of KerasHub's encoder of images for Gemma 3."""
+    sizes = {"hidden": tower.hidden_dim, "layers": tower.num_layers, "heads": tower.num_heads}
+    sides = {"image": tower.image_size, "patch": tower.patch_size}
+    return tower_config(**sizes, width=tower.intermediate_dim, **sides) | {"layer_norm_eps": tower.layer_norm_epsilon}
+
+
+def tokens_per_image(tower: Any) -> int:
+    """Return how many embeddings that encoder makes of an image: one of each square of ``pool_size`` patches."""
+    return int((tower.image_size // tower.patch_size // tower.pool_size) ** 2)

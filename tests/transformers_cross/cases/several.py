@@ -16,6 +16,7 @@ TEXT: Config = {**DECODER, **HEAD_DIM, **TIED}
 WINDOWED: Config = {**TEXT, "query_pre_attn_scalar": 8, "sliding_window": 4, "layer_types": [SLIDING, FULL]}
 TOKENS: Config = {"image_token_index": 63, "boi_token_index": 61, "eoi_token_index": 62}
 PART: Config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_ROPE: Config = {"rope_type": "default", "rope_theta": 1e4}
 QWEN: Config = {
     **TEXT,
     "tie_word_embeddings": False,
@@ -110,16 +111,27 @@ def _t5gemma() -> Iterator[Case]:
 
 
 def _t5gemma_2() -> Iterator[Case]:
+    def case(variant: str, text: Config, decoder: Config | None = None, **options: Any) -> Case:
+        encoder = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4, **TOKENS}
+        ids = {"image_token_index": 63, "eoi_token_index": 62, "vocab_size": 64}
+        cls = options.pop("cls", "T5Gemma2ForConditionalGeneration")
+        config = {"encoder": encoder, "decoder": decoder or text, **ids, **TIED}
+        return Case("t5gemma2", variant, cls, config, ask="image and text to text", **options)
+
     text = {**WINDOWED, "sliding_window": 32}
-    encoder = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4, **TOKENS}
-    config = {
-        "encoder": encoder, "decoder": text, "image_token_index": 63, "eoi_token_index": 62, "vocab_size": 64, **TIED,
-    }  # fmt: skip
-    seen: Config = {"ask": "image and text to text"}
-    lm = "T5Gemma2ForConditionalGeneration"
-    yield Case("t5gemma2", "tied", lm, config, **seen)
-    yield Case("t5gemma2", "bfloat16", lm, config, dtype="bfloat16", **seen)
-    yield Case("t5gemma2", "base model", "T5Gemma2Model", config, **seen)
+    narrow = {**text, "sliding_window": 3}
+    stretched = {FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, SLIDING: _ROPE}
+    yield case("tied", text)
+    yield case("bfloat16", text, dtype="bfloat16")
+    yield case("base model", text, cls="T5Gemma2Model")
+    yield case("3 KV heads", {**text, **KV_3})
+    yield case("a window narrower than the text", narrow)
+    yield case("soft cap", {**text, "final_logit_softcapping": 10.0})
+    yield case("soft cap of attention", {**text, "attn_logit_softcapping": 2.0})
+    yield case("rope linear", {**text, "rope_parameters": stretched})
+    yield case("another window in the decoder", text, narrow)
+    other = {FULL: {**_ROPE, "rope_theta": 1e5}, SLIDING: _ROPE}
+    yield case("another base", {**text, "rope_parameters": other})
 
 
 def _gemma_4() -> Iterator[Case]:
