@@ -19,16 +19,28 @@ from shardload.units import plural
 
 
 def _adapt(config: dict[str, Any]) -> None:
-    """Fill in a missing ``global_head_dim``, and remove a null encoder, which KerasHub would try to build."""
+    """Fill in sizes of layers with full attention, and remove a null encoder, which KerasHub would try to build."""
     for part in ("vision_config", "audio_config"):
         if part in config and config[part] is None:
             del config[part]
     text = config.get("text_config", config)
-    layers = text.get("per_layer_config") if isinstance(text, dict) else None
-    if isinstance(layers, dict) and text.get("global_head_dim") is None:
-        widths = {layer.get("head_dim") for layer in layers.values() if isinstance(layer, dict)} - {None}
-        if len(widths) == 1:
-            text["global_head_dim"] = widths.pop()
+    if not isinstance(text, dict):
+        return
+    if text.get("global_head_dim") is None and (width := _of_layers(text, "head_dim")):
+        text["global_head_dim"] = width
+    if not text.get("attention_k_eq_v"):
+        text["num_global_key_value_heads"] = None  # as in transformers; KerasHub would use keys as values
+    elif text.get("num_global_key_value_heads") is None:
+        heads = _of_layers(text, "num_key_value_heads")
+        text["num_global_key_value_heads"] = heads or text.get("num_key_value_heads")
+
+
+def _of_layers(text: Config, name: str) -> Any:
+    """Return the value of a field that ``per_layer_config`` gives single layers; ``None`` if it has not one."""
+    layers = text.get("per_layer_config")
+    listed = layers.values() if isinstance(layers, dict) else ()
+    found = {layer.get(name) for layer in listed if isinstance(layer, dict) and isinstance(layer.get(name), int)}
+    return found.pop() if len(found) == 1 else None
 
 
 _GGUF_TOP = TOP | {
@@ -226,6 +238,11 @@ TEXT = ModelType(
     tensors=_tensors,
     tensor_fields=(*DECODER_FIELDS, "head_dim"),
     adapt=_adapt,
+    outside={
+        r"model\.(language_model\.)?layers\.\d+\.self_attn\.([kv]_proj|k_norm)\.weight": (
+            "keys and values of layers that take those of an earlier layer"
+        )
+    },
     only={"use_bidirectional_attention": ("vision", None), "hidden_activation": (TANH, None)},
 )
 WITH_IMAGES = replace(

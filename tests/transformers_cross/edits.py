@@ -208,12 +208,21 @@ def in_a_video_model(saved: Saved) -> Saved:
     )
 
 
+def keys_of_layers_that_share(saved: Saved) -> Saved:
+    """Keys and values of Gemma 4's layers that take those of earlier layers, as in its published folders."""
+    for layer in (2, 3):
+        for part in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+            text = _text_of(saved, f"model.layers.{layer - 2}.self_attn.{part}")
+            _add(saved, f"model.layers.{layer}.self_attn.{part}", text)
+    return saved
+
+
 EDITS: dict[str, Callable[[Saved], Saved]] = {
     edit.__name__: edit
     for edit in (
         position_ids, inv_freq, causal_masks, batches_tracked, no_prefix, gamma_beta, tied_copy, tied_differing,
         one_layer_fewer, no_layer_norm, zero_token_types, no_architectures, defaults_left_out,
-        fp8_without_scales, peft, in_a_video_model,
+        fp8_without_scales, peft, in_a_video_model, keys_of_layers_that_share,
     )
 }  # fmt: skip
 """By name."""

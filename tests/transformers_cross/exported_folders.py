@@ -30,6 +30,8 @@ CASES = (
         "gemma4_text, two head_dims",
         "gemma4_text, per layer inputs",
         "gemma4_text, experts",
+        "gemma4_text, shared keys",
+        "gemma4_text, keys as values",
     ),
     *("llama, untied", "llama, rope llama3", "llama, 3 KV heads", "mistral, untied", "mistral, 3 KV heads"),
     *("mixtral, untied", "mixtral, 3 KV heads", "mixtral, bfloat16", "smollm3, tied", "smollm3, 4 layers"),

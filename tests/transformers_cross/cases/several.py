@@ -145,7 +145,8 @@ def _gemma_4() -> Iterator[Case]:
     yield case("one head_dim", {"per_layer_config": {}})
     yield case("two head_dims", {})
     yield case("global_head_dim", wide)
-    yield case("per layer inputs", {**wide, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64})
+    inputs: Config = {**wide, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+    yield case("per layer inputs", inputs)
     yield case("bfloat16", wide, dtype="bfloat16")
     yield case("sharded", wide, sharded=True)
     yield case("1 KV head", {**wide, **KV_1})
@@ -165,6 +166,11 @@ def _qwen_3_5(family: str, stem: str, more: Config) -> Iterator[Case]:
         return Case(family, variant, lm, config, ask="patches and text", **options)
 
     yield seen("vision")
+    deep: Config = {**inputs, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2}
+    deep |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    yield case("shared keys", deep)
+    yield case("shared keys, and unused ones", deep, edits=("keys_of_layers_that_share",))
+    yield case("keys as values", {**wide, "attention_k_eq_v": True, "num_global_key_value_heads": 1})
     yield seen("vision, tied", {**whole, "text_config": {**text, **TIED}, **TIED})
     yield seen("vision, bfloat16", dtype="bfloat16")
     yield seen("vision, sharded", sharded=True)
