@@ -40,8 +40,9 @@ UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token
 UNKNOWN_OF_IMAGES = (
     *("image_token_index", "boi_token_index", "eoi_token_index"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("boi_token_id", "eoi_token_id", "audio_token_id", "boa_token_id", "eoa_token_index"),
 )
-"""The same, of models that read images."""
+"""The same, of models that read images, and maybe sound."""
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout", "build_config")
 """Settings in which two backbones may differ and still count as equal: Hugging Face's configuration cannot express
 them, and they do not affect weights. Keras adds ``build_config`` to a layer of another only if it is built already."""

@@ -10,38 +10,25 @@ from shardload.errors import UnsupportedError
 from shardload.families.parts.checks import TANH
 from shardload.families.parts.config import Config
 from shardload.families.parts.conversion import Export, LayerSettings, exported_decoder
+from shardload.families.parts.gemma4_text import adapt, text_tensors
+from shardload.families.parts.gemma4_towers import (
+    AUDIO_DEFAULTS,
+    AUDIO_SIZES,
+    AUDIO_TYPE,
+    VISION_DEFAULTS,
+    VISION_SIZES,
+    VISION_TYPE,
+    audio_tensors,
+    exported_audio,
+    exported_vision,
+    vision_tensors,
+)
 from shardload.families.parts.gguf import ROPE_FREQS, SANDWICH, TOP, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.rope import FULL, SLIDING
-from shardload.families.parts.tensors import DECODER_FIELDS, TensorSpec, gated_mlp
+from shardload.families.parts.tensors import DECODER_FIELDS, TensorSpec
 from shardload.families.record import LATER, NO_GGUF, OTHER_FILE, Family, ModelType, Part
 from shardload.units import plural
-
-
-def _adapt(config: dict[str, Any]) -> None:
-    """Fill in sizes of layers with full attention, and remove a null encoder, which KerasHub would try to build."""
-    for part in ("vision_config", "audio_config"):
-        if part in config and config[part] is None:
-            del config[part]
-    text = config.get("text_config", config)
-    if not isinstance(text, dict):
-        return
-    if text.get("global_head_dim") is None and (width := _of_layers(text, "head_dim")):
-        text["global_head_dim"] = width
-    if not text.get("attention_k_eq_v"):
-        text["num_global_key_value_heads"] = None  # as in transformers; KerasHub would use keys as values
-    elif text.get("num_global_key_value_heads") is None:
-        heads = _of_layers(text, "num_key_value_heads")
-        text["num_global_key_value_heads"] = heads or text.get("num_key_value_heads")
-
-
-def _of_layers(text: Config, name: str) -> Any:
-    """Return the value of a field that ``per_layer_config`` gives single layers; ``None`` if it has not one."""
-    layers = text.get("per_layer_config")
-    listed = layers.values() if isinstance(layers, dict) else ()
-    found = {layer.get(name) for layer in listed if isinstance(layer, dict) and isinstance(layer.get(name), int)}
-    return found.pop() if len(found) == 1 else None
-
 
 _GGUF_TOP = TOP | {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -135,68 +122,34 @@ def _rotated_part(values: GgufValues, width: int) -> float:
 # ---- its tensors, and the configuration of a backbone -------------------------------------------
 
 
-def _tensors(config: Config) -> Iterator[TensorSpec]:
-    config = dict(config)
-    _adapt(config)
-    vocab, hidden, layers = config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]
-    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden))
-    if inputs := config.get("hidden_size_per_layer_input"):
-        yield TensorSpec("model.embed_tokens_per_layer.weight", (config["vocab_size_per_layer_input"], layers * inputs))
-        yield TensorSpec("model.per_layer_model_projection.weight", (layers * inputs, hidden))
-        yield _scale("model.per_layer_projection_norm.weight", inputs)
-    for i in range(layers):
-        at, shares = f"model.layers.{i}", i >= layers - (config.get("num_kv_shared_layers") or 0)
-        yield from _attention(config, f"{at}.self_attn", config["layer_types"][i] == FULL, shares=shares)
-        # Only layers that share keys and values can be wider.
-        width = config["intermediate_size"] * (2 if shares and config.get("use_double_wide_mlp") else 1)
-        yield from gated_mlp({"hidden_size": hidden, "width": width}, f"{at}.mlp", size="width")
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            yield _scale(f"{at}.{name}_layernorm.weight", hidden)
-        yield TensorSpec(f"{at}.layer_scalar", (1,), near_one=True)
-        if inputs:
-            yield TensorSpec(f"{at}.per_layer_input_gate.weight", (inputs, hidden))
-            yield TensorSpec(f"{at}.per_layer_projection.weight", (hidden, inputs))
-            yield _scale(f"{at}.post_per_layer_input_norm.weight", hidden)
-        if config.get("enable_moe_block"):
-            yield from _experts(at, hidden, config["num_experts"], config["moe_intermediate_size"])
-    yield _scale("model.norm.weight", hidden)
-
-
-def _scale(name: str, width: int) -> TensorSpec:
-    return TensorSpec(name, (width,), near_one=True)
-
-
-def _attention(config: Config, at: str, is_full: bool, *, shares: bool) -> Iterator[TensorSpec]:
-    hidden, heads, kv_heads = (config[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    width, keys_are_values = config["head_dim"], False
-    if is_full:
-        width = config.get("global_head_dim") or width
-        keys_are_values = bool(config.get("num_global_key_value_heads"))
-        kv_heads = config.get("num_global_key_value_heads") or kv_heads
-    yield TensorSpec(f"{at}.q_proj.weight", (heads * width, hidden))
-    yield _scale(f"{at}.q_norm.weight", width)
-    if not shares:
-        yield TensorSpec(f"{at}.k_proj.weight", (kv_heads * width, hidden))
-        yield _scale(f"{at}.k_norm.weight", width)
-        if not keys_are_values:
-            yield TensorSpec(f"{at}.v_proj.weight", (kv_heads * width, hidden))
-    yield TensorSpec(f"{at}.o_proj.weight", (hidden, heads * width))
-
-
-def _experts(at: str, hidden: int, experts: int, width: int) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{at}.router.proj.weight", (experts, hidden))
-    yield _scale(f"{at}.router.scale", hidden)
-    yield _scale(f"{at}.router.per_expert_scale", experts)
-    yield TensorSpec(f"{at}.experts.gate_up_proj", (experts, 2 * width, hidden))
-    yield TensorSpec(f"{at}.experts.down_proj", (experts, hidden, width))
-    for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"):
-        yield _scale(f"{at}.{name}.weight", hidden)
+def _tensors_of_all(config: Config) -> Iterator[TensorSpec]:
+    text, vision, audio = config["text_config"], config.get("vision_config"), config.get("audio_config")
+    for spec in text_tensors(text):
+        yield replace(spec, name=spec.name.replace("model.", "model.language_model.", 1))
+    if vision:
+        yield from vision_tensors(vision, text["hidden_size"])
+    if audio:
+        yield from audio_tensors(audio, text["hidden_size"])
 
 
 def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
-    if backbone.vision_encoder is not None or backbone.audio_encoder is not None or backbone.is_embedding_model:
-        kind = "that makes embeddings" if backbone.is_embedding_model else "with an encoder of images or sound"
-        raise UnsupportedError(f"Cannot write Gemma 4 {kind} for Hugging Face")
+    text, vision, audio = _export_text(backbone), backbone.vision_encoder, backbone.audio_encoder
+    if vision is None and audio is None:
+        return text
+    del text["architectures"]
+    return {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": None if vision is None else exported_vision(vision),
+        "audio_config": None if audio is None else exported_audio(audio),
+        "tie_word_embeddings": True,
+    }
+
+
+def _export_text(backbone: Any) -> dict[str, Any]:
+    if backbone.is_embedding_model:
+        raise UnsupportedError("Cannot write Gemma 4 that makes embeddings for Hugging Face")
     if not backbone.use_sliding_window_attention or not backbone.layer_types:
         raise UnsupportedError("Cannot write Gemma 4 without sliding windows or layer_types for Hugging Face")
     shares = backbone.num_global_key_value_heads is not None
@@ -232,12 +185,13 @@ def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
     }
 
 
+_TEXT_FIELDS = (*DECODER_FIELDS, "head_dim")
 TEXT = ModelType(
     name="gemma4_text",
     lacks={Part.SIZE: LATER},
-    tensors=_tensors,
-    tensor_fields=(*DECODER_FIELDS, "head_dim"),
-    adapt=_adapt,
+    tensors=text_tensors,
+    tensor_fields=_TEXT_FIELDS,
+    adapt=adapt,
     outside={
         r"model\.(language_model\.)?layers\.\d+\.self_attn\.([kv]_proj|k_norm)\.weight": (
             "keys and values of layers that take those of an earlier layer"
@@ -246,20 +200,29 @@ TEXT = ModelType(
     only={"use_bidirectional_attention": ("vision", None), "hidden_activation": (TANH, None)},
 )
 WITH_IMAGES = replace(
-    TEXT, name="gemma4", tensors=None, lacks={Part.GGUF: OTHER_FILE, Part.EXPORT: LATER, Part.SIZE: LATER}
+    TEXT,
+    name="gemma4",
+    lacks={Part.GGUF: OTHER_FILE, Part.SIZE: LATER},
+    parts={"text_config": TEXT.name, "vision_config": VISION_TYPE, "audio_config": AUDIO_TYPE},
+    optional_parts=frozenset({"vision_config", "audio_config"}),
+    tensors=_tensors_of_all,
+    tensor_fields=(),
+    part_fields={"text_config": _TEXT_FIELDS, "vision_config": VISION_SIZES, "audio_config": AUDIO_SIZES},
 )
+_VISION = ModelType(name=VISION_TYPE, is_part=True, defaults=VISION_DEFAULTS)
+_AUDIO = ModelType(name=AUDIO_TYPE, is_part=True, defaults=AUDIO_DEFAULTS)
 ASSISTANT = ModelType(
     name="gemma4_assistant",
     lacks=NO_GGUF | {Part.EXPORT: LATER, Part.SIZE: LATER},
-    adapt=_adapt,
+    adapt=adapt,
     loads_head_of=("Gemma4AssistantForCausalLM",),
 )
 FAMILY = Family(
     name="gemma4",
     title="Gemma 4",
-    model_types=(TEXT, WITH_IMAGES, ASSISTANT),
+    model_types=(TEXT, WITH_IMAGES, ASSISTANT, _VISION, _AUDIO),
     dense_experts=("Gemma4MoEBlock",),
-    exports={"Gemma4Backbone": Export(_export, model_types=("gemma4_text",))},
+    exports={"Gemma4Backbone": Export(_export, model_types=("gemma4_text", "gemma4"))},
     gguf=(
         GgufArchitecture(
             name="gemma4",

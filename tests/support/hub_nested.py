@@ -125,7 +125,10 @@ CONFIGS = {
     "gemma4_text per layer": {**GEMMA4_TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 48},
     "gemma4 vision audio": {
         "text_config": GEMMA4_TEXT,
-        "vision_config": {**VISION, "patch_size": 128, "head_dim": 8, "position_embedding_size": 64},
+        "vision_config": {
+            **VISION, "patch_size": 128, "head_dim": 8, "position_embedding_size": 64, "num_key_value_heads": 2,
+            "use_clipped_linears": True,
+        },
         "audio_config": GEMMA4_AUDIO,
     },
     "gemma4_assistant": ASSISTANT,

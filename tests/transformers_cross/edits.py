@@ -208,6 +208,16 @@ def in_a_video_model(saved: Saved) -> Saved:
     )
 
 
+def narrow_bounds(saved: Saved) -> Saved:
+    """Bounds between which Gemma 4's towers clip; transformers makes infinite ones."""
+    # No two alike, so that a swap shows.
+    bounds = [name for name in saved["exact"] if re.search(r"(in|out)put_(min|max)$", name)]
+    made = {name: (1 + i / 256) * (-1 if name.endswith("min") else 1) for i, name in enumerate(bounds)}
+    # Those of the standardisation are uninitialised there: here they are made like weights.
+    kept = {name: value for name, value in saved["exact"].items() if not re.search(r"std_(bias|scale)$", name)}
+    return {**saved, "exact": kept | made}
+
+
 def keys_of_layers_that_share(saved: Saved) -> Saved:
     """Keys and values of Gemma 4's layers that take those of earlier layers, as in its published folders."""
     for layer in (2, 3):
@@ -222,7 +232,7 @@ EDITS: dict[str, Callable[[Saved], Saved]] = {
     for edit in (
         position_ids, inv_freq, causal_masks, batches_tracked, no_prefix, gamma_beta, tied_copy, tied_differing,
         one_layer_fewer, no_layer_norm, zero_token_types, no_architectures, defaults_left_out,
-        fp8_without_scales, peft, in_a_video_model, keys_of_layers_that_share,
+        fp8_without_scales, peft, in_a_video_model, narrow_bounds, keys_of_layers_that_share,
     )
 }  # fmt: skip
 """By name."""

@@ -33,6 +33,8 @@ CASES = (
         "gemma4_text, shared keys",
         "gemma4_text, keys as values",
     ),
+    *("gemma4, vision", "gemma4, vision, per layer inputs", "gemma4, vision, both directions"),
+    *("gemma4, vision, sound", "gemma4, sound"),
     *("llama, untied", "llama, rope llama3", "llama, 3 KV heads", "mistral, untied", "mistral, 3 KV heads"),
     *("mixtral, untied", "mixtral, 3 KV heads", "mixtral, bfloat16", "smollm3, tied", "smollm3, 4 layers"),
     *("qwen2, tied", "qwen2, 3 KV heads", "qwen2_moe, untied", "qwen2_moe, 3 KV heads"),
@@ -61,6 +63,7 @@ built from KerasHub's configuration has the values of its class, and its ``confi
 LEFT_OUT = (
     *(*SET_ON_LAYERS, "image_token_index", "boi_token_index", "eoi_token_index"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("boi_token_id", "eoi_token_id", "audio_token_id", "boa_token_id", "eoa_token_index"),
 )
 """Those, and token ids, which no backbone knows."""
 

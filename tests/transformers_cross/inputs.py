@@ -58,7 +58,26 @@ def of(case: Case, config: dict[str, Any]) -> dict[str, Any]:
                 "pixel_values": {"image": [BATCH * 16, values]},
                 "image_grid_thw": [[1, 4, 4]] * BATCH,
             }
+        case "placed patches and text" | "sound and text" | "placed patches, sound and text":
+            return _of_gemma_4(case, config, ids)
     raise ValueError(case.ask)
+
+
+def _of_gemma_4(case: Case, config: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:
+    """Patches, each with its place in the image, and sound."""
+    made: dict[str, Any] = {}
+    kinds = np.zeros_like(ids)
+    if "patches" in case.ask:
+        vision = config["vision_config"]
+        places = [[x, y] for y in range(4) for x in range(4)]
+        kinds[:, 1 : 1 + len(places) // vision["pooling_kernel_size"] ** 2] = 1
+        made["pixel_values"] = {"image": [BATCH, len(places), 3 * vision["patch_size"] ** 2]}
+        made["image_position_ids"] = [places] * BATCH
+    if "sound" in case.ask:  # four frames are one token
+        kinds[:, 6:11] = 3
+        made |= {"input_features": {"image": [BATCH, 20, 128]}, "input_features_mask": [[True] * 20] * BATCH}
+    ids = np.where(kinds == 1, config["image_token_id"], np.where(kinds == 3, config["audio_token_id"], ids))
+    return {"input_ids": ids.tolist(), "mm_token_type_ids": kinds.tolist(), **made}
 
 
 def expand(fed: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -132,7 +132,8 @@ def answers(model: Any, fixture: dict[str, Any]) -> dict[str, np.ndarray]:
 def feed(backbone: Any, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """PyTorch's inputs under KerasHub's names, with the masks and indices it wants."""
     wanted = backbone.input if isinstance(backbone.input, dict) else {"images": backbone.input}
-    made = {**_texts(backbone, given), **_images(wanted, given), **_boxes(given)}
+    images = _placed_patches(given) if "image_position_ids" in given else _images(wanted, given)
+    made = {**_texts(backbone, given), **images, **_sound(given), **_boxes(given)}
     return {name: made[name] for name in wanted}
 
 
@@ -151,6 +152,35 @@ def _texts(backbone: Any, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]
         "decoder_token_ids": decoded, "decoder_padding_mask": np.ones(decoded.shape),
     }  # fmt: skip
     return {name: np.asarray(value, "int32") for name, value in made.items()}
+
+
+def _places(is_one: np.ndarray) -> np.ndarray:
+    """The positions in each text of the tokens that stand for something else, of which each text has as many."""
+    return np.stack([np.flatnonzero(row) for row in is_one]).astype("int32")
+
+
+def _placed_patches(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gemma 4 takes patches and where in the image they are; each text has one image."""
+    is_image = given["mm_token_type_ids"] == 1
+    return {
+        "pixel_values": given["pixel_values"][:, None],
+        "pixel_position_ids": given["image_position_ids"][:, None].astype("int32"),
+        "vision_mask": is_image.astype("int32"),
+        "vision_indices": _places(is_image),
+    }
+
+
+def _sound(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each text has one sound."""
+    if "input_features" not in given:
+        return {}
+    is_sound = given["mm_token_type_ids"] == 3
+    return {
+        "audio_mel": given["input_features"][:, None],
+        "audio_mel_mask": given["input_features_mask"][:, None].astype("int32"),
+        "audio_mask": is_sound.astype("int32"),
+        "audio_indices": _places(is_sound),
+    }
 
 
 def _boxes(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -179,7 +209,7 @@ def _images(wanted: dict[str, Any], given: dict[str, np.ndarray]) -> dict[str, n
         is_image = given["input_ids"] == given["input_ids"][0, 2]
         made["images"] = images[:, None]
         made["vision_mask"] = is_image.astype("int32")
-        made["vision_indices"] = np.stack([np.flatnonzero(row) for row in is_image]).astype("int32")
+        made["vision_indices"] = _places(is_image)
     return made
 
 

@@ -34,6 +34,19 @@ QWEN_VISION: Config = {
     "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "in_channels": 3, "patch_size": 4,
     "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
 }  # fmt: skip
+GEMMA_4_VISION: Config = {
+    "patch_size": 4, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 16,
+    "use_clipped_linears": True,
+}  # fmt: skip
+GEMMA_4_AUDIO: Config = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "subsampling_conv_channels": [128, 4],
+    "conv_kernel_size": 3, "attention_chunk_size": 4, "attention_context_left": 5, "output_proj_dims": 24,
+}  # fmt: skip
+GEMMA_4_TOKENS: Config = {
+    "boi_token_id": 58, "eoi_token_id": 59, "image_token_id": 60, "video_token_id": 61, "boa_token_id": 62,
+    "audio_token_id": 63, "eoa_token_index": 57,
+}  # fmt: skip
 QWEN_TOKENS: Config = {
     "image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
 }  # fmt: skip
@@ -153,8 +166,36 @@ def _gemma_4() -> Iterator[Case]:
     yield case("base model", wide, "Gemma4TextModel")
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
     yield case("experts", {**wide, **experts})
+    deep: Config = {**inputs, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2}
+    deep |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    yield case("shared keys", deep)
+    yield case("shared keys, and unused ones", deep, edits=("keys_of_layers_that_share",))
+    yield case("keys as values", {**wide, "attention_k_eq_v": True, "num_global_key_value_heads": 1})
     whole = {"text_config": {**text, **wide}, "vision_config": None, "audio_config": None}
     yield Case("gemma4", "no vision", "Gemma4ForConditionalGeneration", whole)
+    yield from _gemma_4_of_images(whole)
+
+
+def _gemma_4_of_images(whole: Config) -> Iterator[Case]:
+    text, lm = whole["text_config"], "Gemma4ForConditionalGeneration"
+    seen = {**whole, "vision_config": GEMMA_4_VISION, **GEMMA_4_TOKENS}
+
+    def case(
+        variant: str, changed: Config | None = None, *, ask: str = "placed patches and text", **options: Any
+    ) -> Case:
+        return Case("gemma4", variant, lm, {**seen, **(changed or {})}, ask=ask, edits=("narrow_bounds",), **options)
+
+    yield case("vision")
+    yield case("vision, bfloat16", dtype="bfloat16")
+    yield case("vision, sharded", sharded=True)
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+    yield case("vision, per layer inputs", {"text_config": {**text, **inputs}})
+    large = {**GEMMA_4_VISION, "use_clipped_linears": False, "standardize": True}
+    odd = {**text, **KV_3, "use_bidirectional_attention": "vision"}
+    yield case("vision, both directions", {"text_config": odd, "vision_config": large})
+    heard = {"audio_config": GEMMA_4_AUDIO}
+    yield case("vision, sound", heard, ask="placed patches, sound and text")
+    yield case("sound", {**heard, "vision_config": None}, ask="sound and text")
 
 
 def _qwen_3_5(family: str, stem: str, more: Config) -> Iterator[Case]:
@@ -166,11 +207,6 @@ def _qwen_3_5(family: str, stem: str, more: Config) -> Iterator[Case]:
         return Case(family, variant, lm, config, ask="patches and text", **options)
 
     yield seen("vision")
-    deep: Config = {**inputs, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2}
-    deep |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
-    yield case("shared keys", deep)
-    yield case("shared keys, and unused ones", deep, edits=("keys_of_layers_that_share",))
-    yield case("keys as values", {**wide, "attention_k_eq_v": True, "num_global_key_value_heads": 1})
     yield seen("vision, tied", {**whole, "text_config": {**text, **TIED}, **TIED})
     yield seen("vision, bfloat16", dtype="bfloat16")
     yield seen("vision, sharded", sharded=True)
