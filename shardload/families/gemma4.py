@@ -8,9 +8,9 @@ from typing import Any
 
 from shardload.errors import UnsupportedError
 from shardload.families.parts.checks import TANH
-from shardload.families.parts.config import Config
+from shardload.families.parts.config import Config, Dims, published_decoder
 from shardload.families.parts.conversion import Export, LayerSettings, exported_decoder
-from shardload.families.parts.gemma4_text import adapt, text_tensors
+from shardload.families.parts.gemma4_text import adapt, assistant_tensors, text_tensors
 from shardload.families.parts.gemma4_towers import (
     AUDIO_DEFAULTS,
     AUDIO_SIZES,
@@ -27,7 +27,7 @@ from shardload.families.parts.gguf import ROPE_FREQS, SANDWICH, TOP, GgufArchite
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.rope import FULL, SLIDING
 from shardload.families.parts.tensors import DECODER_FIELDS, TensorSpec
-from shardload.families.record import LATER, NO_GGUF, OTHER_FILE, Family, ModelType, Part
+from shardload.families.record import NO_GGUF, OTHER_FILE, Family, ModelType, Part
 from shardload.units import plural
 
 _GGUF_TOP = TOP | {
@@ -185,10 +185,105 @@ def _export_text(backbone: Any) -> dict[str, Any]:
     }
 
 
+# ---- published models ---------------------------------------------------------------------------
+
+
+def _published_text(dims: Dims, *, every: int, **more: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a published model's text part; each ``every``-th layer has full attention."""
+    rope = {
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+    rest: dict[str, Any] = {
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_activation": TANH,
+        "layer_types": [SLIDING if (i + 1) % every else FULL for i in range(dims.layers)],
+        "sliding_window": 1024,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "rope_parameters": rope,
+        "final_logit_softcapping": 30.0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        **more,
+    }
+    return published_decoder("gemma4_text", "Gemma4ForCausalLM", dims, vocab=262144, **rest)
+
+
+def _published(text: dict[str, Any], *, vision: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a published model; ``vision`` are its first sizes, the others are the defaults."""
+    sizes = dict(zip(VISION_SIZES, vision, strict=False))
+    audio = {"audio_config": {"model_type": AUDIO_TYPE, **AUDIO_DEFAULTS}} if more["use_clipped_linears"] else {}
+    return {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {"model_type": VISION_TYPE, **VISION_DEFAULTS, **sizes, **more},
+        **audio,
+        "tie_word_embeddings": True,
+    }
+
+
+def _assistant(dims: Dims, *, of: str, use_ordered_embeddings: bool) -> dict[str, Any]:
+    """Return the ``config.json`` of the published assistant of a model."""
+    assisted = _TEXTS[of]
+    kept = {key: assisted[key] for key in ("sliding_window", "num_global_key_value_heads", "attention_k_eq_v")}
+    text = _published_text(dims, every=4, num_kv_shared_layers=4, **kept, final_logit_softcapping=None)
+    return {
+        "model_type": "gemma4_assistant",
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "backbone_hidden_size": assisted["hidden_size"],
+        "use_ordered_embeddings": use_ordered_embeddings,
+        "num_centroids": 2048,
+        "centroid_intermediate_top_k": 32,
+        "tie_word_embeddings": True,
+    }
+
+
+_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+_SHARED: dict[str, Any] = {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+_KEYS_AS_VALUES: dict[str, Any] = {"attention_k_eq_v": True, "use_bidirectional_attention": "vision"}
+_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+_TEXTS = {
+    "gemma4_2b": _published_text(Dims(1536, 35, 8, 1, 6144), every=5, sliding_window=512, **_INPUTS, **_SHARED),
+    "gemma4_4b": _published_text(
+        Dims(2560, 42, 8, 2, 10240), every=6, sliding_window=512, **_INPUTS, num_kv_shared_layers=18
+    ),
+    "gemma4_26b_a4b": _published_text(
+        Dims(2816, 30, 16, 8, 2112), every=6, num_global_key_value_heads=2, **_KEYS_AS_VALUES, **_EXPERTS
+    ),
+    "gemma4_31b": _published_text(
+        Dims(5376, 60, 32, 16, 21504), every=6, num_global_key_value_heads=4, **_KEYS_AS_VALUES
+    ),
+}
+_ASSISTANTS = {
+    "gemma4_2b_assistant": _assistant(Dims(256, 4, 4, 1, 2048), of="gemma4_2b", use_ordered_embeddings=True),
+    "gemma4_4b_assistant": _assistant(Dims(256, 4, 4, 2, 2048), of="gemma4_4b", use_ordered_embeddings=True),
+    "gemma4_26b_a4b_assistant": _assistant(
+        Dims(1024, 4, 16, 8, 8192), of="gemma4_26b_a4b", use_ordered_embeddings=False
+    ),
+    "gemma4_31b_assistant": _assistant(Dims(1024, 4, 32, 16, 8192), of="gemma4_31b", use_ordered_embeddings=False),
+}
+_SMALL_TOWER: dict[str, Any] = {
+    "vision": (768, 3072, 16, 12, 12, 64),
+    "use_clipped_linears": True,
+    "standardize": False,
+}
+_LARGE_TOWER: dict[str, Any] = {
+    "vision": (1152, 4304, 27, 16, 16, 72),
+    "use_clipped_linears": False,
+    "standardize": True,
+}
 _TEXT_FIELDS = (*DECODER_FIELDS, "head_dim")
 TEXT = ModelType(
     name="gemma4_text",
-    lacks={Part.SIZE: LATER},
     tensors=text_tensors,
     tensor_fields=_TEXT_FIELDS,
     adapt=adapt,
@@ -202,7 +297,7 @@ TEXT = ModelType(
 WITH_IMAGES = replace(
     TEXT,
     name="gemma4",
-    lacks={Part.GGUF: OTHER_FILE, Part.SIZE: LATER},
+    lacks={Part.GGUF: OTHER_FILE},
     parts={"text_config": TEXT.name, "vision_config": VISION_TYPE, "audio_config": AUDIO_TYPE},
     optional_parts=frozenset({"vision_config", "audio_config"}),
     tensors=_tensors_of_all,
@@ -213,14 +308,30 @@ _VISION = ModelType(name=VISION_TYPE, is_part=True, defaults=VISION_DEFAULTS)
 _AUDIO = ModelType(name=AUDIO_TYPE, is_part=True, defaults=AUDIO_DEFAULTS)
 ASSISTANT = ModelType(
     name="gemma4_assistant",
-    lacks=NO_GGUF | {Part.EXPORT: LATER, Part.SIZE: LATER},
+    lacks=NO_GGUF | {Part.EXPORT: "its projections are in KerasHub's task, and exports write backbones"},
+    defaults={
+        **{"backbone_hidden_size": 1536, "num_centroids": 2048, "centroid_intermediate_top_k": 32},
+        "use_ordered_embeddings": False,
+    },
+    parts={"text_config": TEXT.name},
     adapt=adapt,
+    tensors=assistant_tensors,
+    tensor_fields=("backbone_hidden_size", "num_centroids"),
+    part_fields={"text_config": _TEXT_FIELDS},
     loads_head_of=("Gemma4AssistantForCausalLM",),
 )
 FAMILY = Family(
     name="gemma4",
     title="Gemma 4",
     model_types=(TEXT, WITH_IMAGES, ASSISTANT, _VISION, _AUDIO),
+    # As KerasHub's presets are called: with all towers, of which only the small models have one for sound.
+    sizes={
+        name: _published(text, **(_LARGE_TOWER if name in ("gemma4_26b_a4b", "gemma4_31b") else _SMALL_TOWER))
+        for name, text in _TEXTS.items()
+    }
+    | {f"{name}_text": text for name, text in _TEXTS.items()}
+    | _ASSISTANTS,
+    aliases={"gemma4_e2b": "gemma4_2b", "gemma4_e4b": "gemma4_4b"},
     dense_experts=("Gemma4MoEBlock",),
     exports={"Gemma4Backbone": Export(_export, model_types=("gemma4_text", "gemma4"))},
     gguf=(

@@ -8,6 +8,7 @@ One configuration is the only source of an architecture: KerasHub's converter ma
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Any
 
 from shardload.errors import SourceNotFoundError
@@ -59,14 +60,16 @@ def scaled(config: ArchitectureConfig, scale: float) -> ArchitectureConfig:
     _join_parts(small)
     for key in _LAYERS & config.keys():
         small[key] = max(2, round(config[key] * scale))
+    _shorten_layer_types(small, config)
     if "depths" in config:
         small["depths"] = [max(2, round(depth * scale)) for depth in config["depths"]]
     for key in ("n_positions", "max_position_embeddings", "sliding_window"):
         if config.get(key):
             small[key] = max(64, _eighths(config[key] * scale))
     # An odd vocabulary stays odd: whether a mesh divides it is what makes it interesting.
-    if "vocab_size" in config:
-        small["vocab_size"] = max(512, _eighths(config["vocab_size"] * scale)) + config["vocab_size"] % 8
+    for key in ("vocab_size", "vocab_size_per_layer_input"):
+        if config.get(key):
+            small[key] = max(512, _eighths(config[key] * scale)) + config[key] % 8
     return small
 
 
@@ -76,6 +79,7 @@ _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "e
 _WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim", "embedding_size"),
+    *("global_head_dim", "hidden_size_per_layer_input", "output_proj_dims"),
 )
 """Fields that published configurations have for sizes: of hidden states, heads, layers, and other widths."""
 
@@ -104,8 +108,20 @@ def _scale_widths(small: ArchitectureConfig, scale: float) -> None:
     else:  # heads divide the width, so scale the width of one head
         small[hidden_key] = heads * _eighths(small[hidden_key] / heads * scale)
     for key in _WIDTHS:
-        if key in small:
+        if small.get(key):
             small[key] = _eighths(small[key] * scale)
+
+
+def _shorten_layer_types(small: ArchitectureConfig, config: ArchitectureConfig) -> None:
+    """Keep the kinds of the last layers: of those that share keys and values, and of those before, two at least."""
+    if "layer_types" not in config:
+        return
+    types, layers, sharing = config["layer_types"], small["num_hidden_layers"], config.get("num_kv_shared_layers") or 0
+    first = len(types) - sharing
+    shared = min(round(sharing * layers / len(types)), layers - 2) if first else layers  # an assistant's all share
+    small["layer_types"] = types[first - (layers - shared) : first] + types[len(types) - shared :]
+    if sharing:
+        small["num_kv_shared_layers"] = shared
 
 
 def _join_parts(small: ArchitectureConfig) -> None:
@@ -113,6 +129,11 @@ def _join_parts(small: ArchitectureConfig) -> None:
     for part, key, other in (("vision_config", "out_hidden_size", "text_config"),):
         if key in small.get(part, {}):
             small[part][key] = small[other]["hidden_size"]
+    if "head_dim" in (vision := small.get("vision_config") or {}):  # KerasHub's Gemma 4 puts heads side by side
+        vision["hidden_size"] = vision["num_attention_heads"] * vision["head_dim"]
+    if "num_centroids" in small:  # each stands for as many tokens
+        small["num_centroids"] = math.gcd(small["num_centroids"], small["text_config"]["vocab_size"])
+        small["centroid_intermediate_top_k"] = min(small["centroid_intermediate_top_k"], small["num_centroids"])
 
 
 def _eighths(value: float) -> int:

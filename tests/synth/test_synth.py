@@ -56,14 +56,15 @@ PUBLISHED = {
     "dinov2_with_registers_small": 22_058_112, "dinov2_with_registers_base": 86_583_552,
     "dinov2_with_registers_large": 304_372_736, "dinov2_with_registers_giant": 1_136_486_912,
     "dinov2_small": 22_056_576, "dinov2_base": 86_580_480, "dinov2_large": 304_368_640, "dinov2_giant": 1_136_480_768,
+    "gemma4_26b_a4b": 25_805_936_206, "gemma4_26b_a4b_text": 25_233_141_790, "gemma4_31b": 31_273_088_876,
 }  # fmt: skip
 """Parameters of models of which KerasHub has no base preset, or counts more than Hugging Face stores."""
 ROUNDED = {
     "dinov3_vit_small": 21.6e6, "dinov3_vit_small_plus": 28.7e6, "dinov3_vit_base": 85.7e6, "dinov3_vit_large": 303e6,
-    "dinov3_vit_huge_plus": 841e6, "dinov3_vit_7b": 6_716e6,
+    "dinov3_vit_huge_plus": 841e6, "dinov3_vit_7b": 6_716e6, "gemma4_31b_text": 30.7e9,
 }  # fmt: skip
 """Parameters of models of which three digits were published."""
-OTHERS = ("qwen2.5_7b", "llama3.2", *PUBLISHED, *ROUNDED)
+OTHERS = ("qwen2.5_7b", "llama3.2", "gemma4", *PUBLISHED, *ROUNDED)
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
@@ -75,6 +76,32 @@ def test_parameter_counts_are_those_that_were_published(name, parameters):
 def test_parameter_counts_are_near_those_that_were_published(name, parameters):
     found = sum(math.prod(spec.shape) for spec in transformers_tensors(architectures()[name]))
     assert found == pytest.approx(parameters, rel=2e-3)
+
+
+@pytest.mark.parametrize(("name", "published"), [("gemma4_2b", 5_123_178_051), ("gemma4_4b", 7_996_156_490)])
+def test_gemma_4_has_the_published_parameters_but_bounds_and_unused_keys(name, published):
+    """Hugging Face counts no scalars, and the published files have keys and values that no layer uses."""
+    config, text = architectures()[name], architectures()[f"{name}_text"]
+    known = {spec.name: spec.shape for spec in transformers_tensors(config)}
+    counted = sum(math.prod(shape) for shape in known.values() if shape)
+    for kind in text["layer_types"][-text["num_kv_shared_layers"] :]:
+        width = text["global_head_dim" if kind == "full_attention" else "head_dim"]
+        counted += 2 * text["num_key_value_heads"] * width * text["hidden_size"] + width
+    assert counted == published
+    of_text = sum(math.prod(spec.shape) for spec in transformers_tensors(text))
+    assert of_text == sum(math.prod(shape) for name, shape in known.items() if "language_model" in name)
+
+
+@pytest.mark.parametrize("name", ["gemma4_2b", "gemma4_4b", "gemma4_26b_a4b", "gemma4_31b"])
+def test_assistants_of_gemma_4_have_the_parameters_of_kerashubs_presets(name):
+    """KerasHub states the projections and centroids of the smallest assistant for all of them."""
+    shapes = {spec.name: spec.shape for spec in transformers_tensors(architectures()[f"{name}_assistant"])}
+    of_smallest = 3 * 1536 * 256 + 2048 * 256
+    stated = BUILTIN_PRESETS[f"{name.replace('gemma4', 'gemma4_instruct')}_assistant"]["metadata"]["params"]
+    assert sum(math.prod(s) for n, s in shapes.items() if n.startswith("model.")) == stated - of_smallest
+    outside = {n: math.prod(s) for n, s in shapes.items() if not n.startswith("model.")}
+    if name == "gemma4_2b":
+        assert sum(outside.values()) - outside["masked_embedding.token_ordering"] == of_smallest
 
 
 def of_keras_hub(config):

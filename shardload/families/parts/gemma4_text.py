@@ -93,3 +93,15 @@ def _experts(at: str, hidden: int, experts: int, width: int) -> Iterator[TensorS
     yield TensorSpec(f"{at}.experts.down_proj", (experts, hidden, width))
     for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"):
         yield norm_scale(f"{at}.{name}.weight", hidden)
+
+
+def assistant_tensors(config: Config) -> Iterator[TensorSpec]:
+    """Yield the tensors of an assistant: a text model whose layers all take the keys of the model that it assists."""
+    text, outside = config["text_config"], config["backbone_hidden_size"]
+    yield from text_tensors(text)
+    yield TensorSpec("pre_projection.weight", (text["hidden_size"], 2 * outside))
+    yield TensorSpec("post_projection.weight", (outside, text["hidden_size"]))
+    if config["use_ordered_embeddings"]:
+        yield TensorSpec("masked_embedding.centroids.weight", (config["num_centroids"], text["hidden_size"]))
+        # Zeros are tokens too.
+        yield TensorSpec("masked_embedding.token_ordering", (text["vocab_size"],), is_zero=True)
