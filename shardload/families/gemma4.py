@@ -21,6 +21,7 @@ from shardload.families.parts.gemma4_towers import (
     audio_tensors,
     exported_audio,
     exported_vision,
+    ignored_by_towers,
     vision_tensors,
 )
 from shardload.families.parts.gguf import ROPE_FREQS, SANDWICH, TOP, GgufArchitecture
@@ -300,6 +301,7 @@ WITH_IMAGES = replace(
     lacks={Part.GGUF: OTHER_FILE},
     parts={"text_config": TEXT.name, "vision_config": VISION_TYPE, "audio_config": AUDIO_TYPE},
     optional_parts=frozenset({"vision_config", "audio_config"}),
+    differences=ignored_by_towers,
     tensors=_tensors_of_all,
     tensor_fields=(),
     part_fields={"text_config": _TEXT_FIELDS, "vision_config": VISION_SIZES, "audio_config": AUDIO_SIZES},

@@ -386,6 +386,21 @@ def test_a_family_may_be_looked_at_in_part(model_type, field):
 
 
 @pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("vision_config", "hidden_activation", "gelu"),
+        ("audio_config", "hidden_act", "gelu"),
+        ("audio_config", "rms_norm_eps", 1e-3),
+    ],
+)
+def test_fields_that_a_tower_of_gemma_4_ignores_are_compared(part, field, value):
+    said = {"model_type": "gemma4", "text_config": {}, "vision_config": None, part: {field: value}}
+    [difference] = fields.differences(said, None)
+    assert f"{difference.field}: {difference}".startswith(f"{field}: {value} (in {part})")
+    assert list(fields.differences({**said, part: {"patch_size": 16}}, None)) == []
+
+
+@pytest.mark.parametrize(
     ("part", "entries", "found"),
     [
         ("text_config", {"eos_token_id": 3}, "eos_token_id: 3 in the configuration, but 2"),

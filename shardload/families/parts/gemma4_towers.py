@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardload.errors import UnsupportedError
-from shardload.families.parts.checks import TANH
+from shardload.families.parts.checks import TANH, FieldDifference
 from shardload.families.parts.config import Config
 from shardload.families.parts.gemma4_text import norm_scale
 from shardload.families.parts.tensors import TensorSpec, dense
@@ -22,6 +22,24 @@ def _clipped(config: Config, at: str, inputs: int, outputs: int) -> Iterator[Ten
         for side in ("input", "output"):
             yield TensorSpec(f"{at}.{side}_min", ())
             yield TensorSpec(f"{at}.{side}_max", (), near_one=True)
+
+
+_CONSTANTS: dict[str, dict[str, Any]] = {
+    "vision_config": {"hidden_activation": TANH},
+    # transformers has this epsilon in most norms for sound, whatever the field says, and KerasHub that of the field.
+    "audio_config": {"hidden_act": "silu", "rms_norm_eps": 1e-6},
+}
+
+
+def ignored_by_towers(config: Config) -> Iterator[FieldDifference]:
+    """Yield the fields that KerasHub's towers, or those of transformers, ignore, and that have another value."""
+    for part, fields in _CONSTANTS.items():
+        given = config.get(part)
+        if not isinstance(given, Mapping):
+            continue
+        for field, value in fields.items():
+            if given.get(field, value) != value:
+                yield FieldDifference(field, f"{given[field]} (in {part})", str(value), (field,))
 
 
 # ---- images -------------------------------------------------------------------------------------
