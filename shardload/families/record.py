@@ -126,6 +126,14 @@ class ModelType:
     """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1."""
     has_conv1d: bool = False
     """Whether linear layers are transformers' ``Conv1D``, which stores its weight as (in, out)."""
+    forgotten: Callable[[Any], Iterator[tuple[Any, str]]] = lambda backbone: iter(())
+    """Takes KerasHub's backbone; yields variables that KerasHub's converter forgets, each with the name of its tensor,
+    which has the same shape. A checkpoint may lack it."""
+    uncomputed: Callable[[Config], str | None] = lambda config: None
+    """Takes a configuration; returns a regular expression for names of tensors that a checkpoint may lack, because the
+    model never computes with them; ``None``: there are none."""
+    without_task: str = ""
+    """Why KerasHub's class with a head cannot be built without values, as a clause; a load gives the backbone."""
     converter: Converter | None = None
     """shardload's own converter, for a model that KerasHub has a class for, but no converter."""
     task: Callable[[Config], str | None] = lambda config: None

@@ -35,9 +35,11 @@ from shardload.errors import (
     UnsupportedError,
     import_failure,
 )
+from shardload.families.registry import model_type_of
 from shardload.hub import config_forms, fidelity, kerashub, quantised
 from shardload.hub.config_forms import MAX_LAYERS
 from shardload.keras_bridge.layer_settings import apply_settings, with_dtype, with_saved_policy
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.saving import model_of
 from shardload.keras_bridge.training import compile_as_described
 from shardload.keras_bridge.weights_files import build_legacy_model, compile_legacy_model
@@ -149,6 +151,8 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
     backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest), **settings)
     fidelity.reconcile(backbone, manifest, ignore=ignore)
     cls = kerashub.task_class_of(manifest, loader.converter, backbone_cls) if task else None
+    if task and (why := model_type_of(manifest.config).without_task):
+        record_of(backbone).build_notes += (f"Built as a backbone, without a head, because {why}",)
     if cls is None:
         return backbone
     # num_classes keeps KerasHub from opening the weights for the head: `mapping` maps them like all others.

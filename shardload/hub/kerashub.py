@@ -160,6 +160,8 @@ def task_class(manifest: Manifest) -> Any:
 
 def task_class_of(manifest: Manifest, convert: Any, backbone_cls: type) -> Any:
     """Return KerasHub's task class for a Hugging Face checkpoint; ``None`` if it has only a backbone's weights."""
+    if model_type_of(manifest.config).without_task:
+        return None
     models = keras_hub().models
     architecture = architecture_of(manifest.config)
     if "ForImageClassification" in architecture and hasattr(convert, "convert_head"):

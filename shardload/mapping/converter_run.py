@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,8 @@ from shardload.errors import (
     UnsupportedError,
     import_failure,
 )
-from shardload.families.registry import model_types
+from shardload.families.parts.config import Config
+from shardload.families.registry import model_type_of, model_types
 from shardload.hub.config_forms import read_config
 from shardload.hub.kerashub import preset_path
 from shardload.keras_bridge import Variable
@@ -69,8 +71,18 @@ class Run:
         # Converters warn with print(); the report shows it as notes.
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), loader:
-            self.function(self.target, loader, read_config(self.manifest))
+            config = read_config(self.manifest)
+            self.function(self.target, loader, config)
+            if self.prefix is None:  # else it is the run for a head
+                _port_forgotten(self.target, loader, config)
         return printed.getvalue()
+
+
+def _port_forgotten(backbone: Any, loader: Loader, config: Config) -> None:
+    for variable, name in model_type_of(config).forgotten(backbone):
+        with contextlib.suppress(KeyError):
+            loader.find(name)
+            loader.port_weight(variable, name)
 
 
 class Loader(contextlib.ExitStack):
@@ -97,6 +109,10 @@ class Loader(contextlib.ExitStack):
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
         """Return the name in the checkpoint of a tensor that the converter requests as ``hf_weight_key``."""
         return self._names.find(hf_weight_key, dict_like)
+
+    def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
+        """Assign a tensor, after ``hook_fn``, to a variable, or record it."""
+        raise NotImplementedError
 
     def find(self, hf_weight_key: str) -> Tensor:
         """Return the tensor that a converter requests; raise a `KeyError`, which converters expect, if it is absent."""
@@ -128,6 +144,8 @@ class Recording:
     mismatched: list[Mismatch] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     """Names of tensors that the converter requested, but that the checkpoint lacks."""
+    uncomputed: list[Variable] = field(default_factory=list)
+    """Variables of such tensors that the model never computes with; they keep their initial values."""
     printed: str = ""
 
 
@@ -141,6 +159,7 @@ class RecordingLoader(Loader):
         self.shared = Reservations(run.float_casts)
         self._ported: Reservations | None = None
         self._lenient = lenient
+        self._uncomputed = model_type_of(run.manifest.config).uncomputed(run.manifest.config)
 
     def get_tensor(self, hf_weight_key: str) -> Any:
         """Return an array without data (a reservation) for the requested tensor, valid until the end of the run."""
@@ -153,6 +172,9 @@ class RecordingLoader(Loader):
         try:
             tensor = self.find(hf_weight_key)
         except KeyError:
+            if self._uncomputed and re.fullmatch(self._uncomputed, hf_weight_key):
+                self.recording.uncomputed.append(keras_variable)
+                return
             if not self._lenient:
                 raise
             self.recording.absent.append(hf_weight_key)

@@ -80,6 +80,8 @@ def _variable_map(model: Any, manifest: Manifest, recordings: list[Recording]) -
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
     wrong = {m.variable for m in mismatched}
     covered = [v for v in weights if v.path in wrong]
+    uncomputed = {id(v): v for r in recordings for v in r.uncomputed}
+    weights = [v for v in weights if id(v) not in uncomputed]
     plain: dict[int, str] = {}
     if not any(r.absent for r in recordings):
         # The converter found all that it requested, so fixed tables that it never requests (rotary) keep their values.
@@ -99,6 +101,11 @@ def _variable_map(model: Any, manifest: Manifest, recordings: list[Recording]) -
         notes += (
             f"initial zeros or ones remain in {plural(len(plain), 'variable')}, because KerasHub's converter requests "
             f"no tensor for them: {next(iter(plain.values()))} …",
+        )
+    if uncomputed:
+        notes += (
+            f"initial values remain in {plural(len(uncomputed), 'variable')}, which the model never computes with: "
+            f"{next(iter(uncomputed.values())).path} …",
         )
     return VariableMap(
         bindings=tuple(bindings),

@@ -1,5 +1,6 @@
 """Whole models from nested Hugging Face folders: `shardload.load` equals KerasHub's ``from_preset``, bit for bit."""
 
+import json
 import pkgutil
 import re
 import shutil
@@ -7,12 +8,14 @@ from pathlib import Path
 
 import hub_folders
 import hub_nested
+import numpy as np
 import pytest
 from by_hand import check_same
 from initial_values import zeros_for_random
+from safetensors.numpy import load_file, save_file
 
 import shardload
-from shardload.errors import MismatchError
+from shardload.errors import MismatchError, UnsupportedError
 from shardload.hub import kerashub
 from shardload.manifest import Manifest
 from shardload.stores.local import located
@@ -87,6 +90,46 @@ def test_biases_a_converter_never_asks_for_stay_zero_and_are_noted(tmp_path, mon
     hub_nested.shrink_mobilenet(monkeypatch)
     (note,) = shardload.report(shardload.load(folder(tmp_path, "gemma3n"), mesh="1x2", task=False)).notes
     assert re.fullmatch(r"initial zeros or ones remain in 19 variables, .* no tensor .*: conv_stem/.*/bias …", note)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["all layers", "without shared ones"])
+def test_gemma_3n_as_transformers_5_writes_it(stored, tmp_path, monkeypatch):
+    """A bias that KerasHub's converter forgets is loaded, and keys that no layer computes with may be lacking."""
+    hub_nested.shrink_mobilenet(monkeypatch)
+    source = hub_nested.write(tmp_path / "hf", "gemma3n")
+    config = json.loads((source / "config.json").read_text()) | {"architectures": ["Gemma3nForConditionalGeneration"]}
+    text = config["text_config"]
+    del text["rope_theta"]
+    text["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    text |= {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2}
+    (source / "config.json").write_text(json.dumps(config))
+    (path,) = source.glob("*.safetensors")
+    shared = r".*layers\.1\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
+    kept = {n: v for n, v in load_file(path).items() if stored == "all layers" or not re.fullmatch(shared, n)}
+    bias = np.arange(8, dtype=np.float32)
+    save_file({**kept, "model.vision_tower.timm_model.conv_stem.conv.bias": bias}, path)
+    model = shardload.load(source, mesh="1x2")
+    assert model.rope_theta == 5e5
+    assert np.array_equal(model.vision_encoder.get_layer("conv_stem").conv.bias, bias)
+    notes = "\n".join(shardload.report(model).notes)
+    assert "Built as a backbone, without a head" in notes
+    assert ("in 3 variables, which the model never computes with" in notes) == (stored != "all layers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rope",
+    [{"full_attention": {"rope_type": "linear", "factor": 2.0}}, {"sliding_attention": {"rope_theta": 1e5}}],
+)
+def test_positions_of_gemma_3n_that_its_class_lacks_are_refused(rope, tmp_path, monkeypatch):
+    hub_nested.shrink_mobilenet(monkeypatch)
+    source = folder(tmp_path, "gemma3n")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["rope_parameters"] = rope
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="rope_parameters is rotary positions of type"):
+        shardload.load(source, mesh="1x2")
 
 
 @pytest.mark.slow
