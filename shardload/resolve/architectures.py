@@ -86,7 +86,7 @@ _WIDTHS = (
 
 def _is_model(config: ArchitectureConfig) -> bool:
     """Whether a configuration has sizes itself, and not only in its parts (``text_config``)."""
-    return any(key in config for key in _HIDDEN)
+    return not config.keys().isdisjoint(_HIDDEN) and not config.keys().isdisjoint(_HEADS)
 
 
 def _has_model(config: ArchitectureConfig) -> bool:
@@ -131,6 +131,10 @@ def _join_parts(small: ArchitectureConfig) -> None:
             small[part][key] = small[other]["hidden_size"]
     if "head_dim" in (vision := small.get("vision_config") or {}):  # KerasHub's Gemma 4 puts heads side by side
         vision["hidden_size"] = vision["num_attention_heads"] * vision["head_dim"]
+    if small.get("model_type") == "paligemma":  # KerasHub's class has embeddings up to the image's token, which follows
+        text = small["text_config"]
+        small["hidden_size"] = small["projection_dim"] = vision["projection_dim"] = text["hidden_size"]
+        small["image_token_index"] = text["vocab_size"] - 64
     if "num_centroids" in small:  # each stands for as many tokens
         small["num_centroids"] = math.gcd(small["num_centroids"], small["text_config"]["vocab_size"])
         small["centroid_intermediate_top_k"] = min(small["centroid_intermediate_top_k"], small["num_centroids"])
