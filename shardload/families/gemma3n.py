@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardload.families.parts.checks import ROPE, FieldDifference
+from shardload.families.parts.checks import ROPE, TANH, Checks, FieldDifference
 from shardload.families.parts.config import Config
 from shardload.families.parts.rope import FULL, SLIDING, Rotary, rotation
 from shardload.families.record import LATER, Family, ModelType, Part
@@ -56,6 +56,7 @@ GEMMA_3N = ModelType(
         Part.SIZE: LATER,
     },
     adapt=_adapt,
+    checks=Checks(tower_activation=("vision_encoder", TANH)),  # timm's MobileNet V5 computes GELU with tanh
     differences=_differences,
     forgotten=_forgotten,
     uncomputed=_uncomputed,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -36,6 +36,7 @@ def known_fields() -> set[str]:
         if kind.checks is not None:
             known.update(kind.checks.attributes)
             known.update(named[0] for named in (kind.checks.epsilon, kind.checks.activation) if named)
+            known.update({"act_layer"} if kind.checks.tower_activation else ())
     return known
 
 
@@ -60,6 +61,7 @@ def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
         return
     yield from _epsilon(text, checks, backbone)
     yield from _activation(text, checks, backbone)
+    yield from _activation_of_tower(checks, backbone)
     yield from _rotations(text, checks, backbone)
     yield from _windows(text, checks, backbone)
     yield from _caps(text, checks, backbone)
@@ -76,8 +78,7 @@ def epsilon_of(backbone: Any) -> float:
 
 def activation_of(backbone: Any) -> str | None:
     """Return transformers' name of a backbone's first activation; ``None`` if transformers has no name for it."""
-    function = next(function for _, _, function in built.activations(backbone))
-    return next((name for name in _NAMED if _alike(_function(name), function)), None)
+    return _name_of(next(function for _, _, function in built.activations(backbone)))
 
 
 def limits(config: Config) -> Iterator[str]:
@@ -167,6 +168,19 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
         if wanted is None or not _alike(wanted, _function(checks.has_activation)):
             yield FieldDifference(field, configured, checks.has_activation, (field,))
         return
+    yield from _other_activation(field, configured, found)
+
+
+def _activation_of_tower(checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
+    if checks.tower_activation is None:
+        return
+    attribute, name = checks.tower_activation
+    if (tower := getattr(backbone, attribute, None)) is not None:
+        yield from _other_activation("act_layer", name, list(built.activations(tower)))
+
+
+def _other_activation(field: str, configured: str, found: Sequence[tuple[Any, str, Any]]) -> Iterator[FieldDifference]:
+    wanted = _function(configured)
     wrong = [one for one in found if wanted is None or not _alike(wanted, one[2])]
     if not wrong:
         return
@@ -177,7 +191,7 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
 
     actual = wrong[0][2]
     close = wanted is not None and float(np.abs(built.at_points(wanted) - built.at_points(actual)).max()) < _CLOSE
-    title = getattr(actual, "__name__", str(actual))
+    title = _name_of(actual) or str(getattr(actual, "__name__", actual))
     yield FieldDifference(field, configured, title, (field,), fix if close and configured in _GELUS else None)
 
 
@@ -196,6 +210,10 @@ def _function(name: str) -> Any:
     known |= dict.fromkeys(("gelu_new", TANH, "gelu_fast"), gelu_tanh)
     known |= {name: getattr(keras.activations, name) for name in ("relu", "tanh", "sigmoid")}
     return known.get(name)
+
+
+def _name_of(function: Any) -> str | None:
+    return next((name for name in _NAMED if _alike(_function(name), function)), None)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hub_folders
 import hub_nested
+import keras
 import numpy as np
 import pytest
 from by_hand import check_same
@@ -85,10 +86,21 @@ def test_an_embedder_without_its_heads_is_refused(part, tmp_path):
         shardload.load(source, mesh="1x2", task=False)
 
 
+def gelus(tower):
+    """The activation layers of a MobileNet."""
+    found = [layer for layer in tower._flatten_layers() if isinstance(layer, keras.layers.Activation)]
+    return [layer for layer in found if getattr(layer.activation, "__name__", "") != "linear"]
+
+
 @pytest.mark.slow
 def test_biases_a_converter_never_asks_for_stay_zero_and_are_noted(tmp_path, monkeypatch):
     hub_nested.shrink_mobilenet(monkeypatch)
-    (note,) = shardload.report(shardload.load(folder(tmp_path, "gemma3n"), mesh="1x2", task=False)).notes
+    model = shardload.load(folder(tmp_path, "gemma3n"), mesh="1x2", task=False)
+    activation, note = sorted(shardload.report(model).notes)
+    assert "act_layer: set to gelu_pytorch_tanh on the layers" in activation
+    points = np.linspace(-3, 3, 7, dtype=np.float32)
+    computed = {np.asarray(layer.activation(points)).tobytes() for layer in gelus(model.vision_encoder)}
+    assert computed == {np.asarray(keras.activations.gelu(points, approximate=True)).tobytes()}
     assert re.fullmatch(r"initial zeros or ones remain in 19 variables, .* no tensor .*: conv_stem/.*/bias …", note)
 
 

@@ -83,6 +83,9 @@ class Checks:
     """Configured activation → the one that it really means: Gemma's first files say ``gelu`` for GELU's tanh form."""
     activation_layer: str | None = None
     """Name of the layers with this activation; ``None``: it is that of all layers, also in other parts of the model."""
+    tower_activation: tuple[str, str] | None = None
+    """An encoder of images whose activation no field states: the backbone's attribute with it, and transformers' name
+    of the activation. In ``ignore_config``, it is ``act_layer``."""
     caps: Caps | None = None
     sets_windows: bool = False
     """Whether to set windows on the built layers, because KerasHub's constructor gives them to the wrong layers."""
