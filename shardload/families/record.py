@@ -33,8 +33,6 @@ class Part(StrEnum):
     """Published sizes can be planned and made up: `Family.sizes`."""
 
 
-LATER = "not done yet"
-"""`ModelType.lacks` of parts that shardload could have."""
 OTHER_FILE = "GGUF has text and images in two files, and the text model is read alone"
 """`ModelType.lacks` of models whose vision tower is in a file of its own (``mmproj``)."""
 NO_GGUF = {Part.GGUF: "GGUF has no such architecture"}

@@ -69,13 +69,18 @@ def scaled(config: ArchitectureConfig, scale: float) -> ArchitectureConfig:
     # An odd vocabulary stays odd: whether a mesh divides it is what makes it interesting.
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if config.get(key):
-            small[key] = max(512, _eighths(config[key] * scale)) + config[key] % 8
+            small[key] = min(config[key], max(512, _eighths(config[key] * scale)) + config[key] % 8)
     return small
 
 
 _HIDDEN = ("hidden_size", "n_embd", "dim", "d_model", "embed_dim")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "num_heads")
-_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers"}
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "num_heads", "conf_num_attention_heads"),
+)
+_LAYERS = {
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers"),
+    "conf_num_hidden_layers",
+}
 _WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim", "embedding_size"),
@@ -122,6 +127,8 @@ def _shorten_layer_types(small: ArchitectureConfig, config: ArchitectureConfig) 
     small["layer_types"] = types[first - (layers - shared) : first] + types[len(types) - shared :]
     if sharing:
         small["num_kv_shared_layers"] = shared
+    if "activation_sparsity_pattern" in config:
+        small["activation_sparsity_pattern"] = config["activation_sparsity_pattern"][:layers]
 
 
 def _join_parts(small: ArchitectureConfig) -> None:
@@ -131,10 +138,13 @@ def _join_parts(small: ArchitectureConfig) -> None:
             small[part][key] = small[other]["hidden_size"]
     if "head_dim" in (vision := small.get("vision_config") or {}):  # KerasHub's Gemma 4 puts heads side by side
         vision["hidden_size"] = vision["num_attention_heads"] * vision["head_dim"]
-    if small.get("model_type") == "paligemma":  # KerasHub's class has embeddings up to the image's token, which follows
+    if "projection_dim" in vision and "image_token_index" in small:  # KerasHub has the embeddings before that token
         text = small["text_config"]
         small["hidden_size"] = small["projection_dim"] = vision["projection_dim"] = text["hidden_size"]
         small["image_token_index"] = text["vocab_size"] - 64
+    for part, rows in (("vision_config", 256), ("audio_config", 128)):  # Gemma 3n: the last rows of the vocabulary
+        if "vocab_offset" in small.get(part, {}):
+            small[part]["vocab_offset"] = small["text_config"]["vocab_size"] - rows
     if "num_centroids" in small:  # each stands for as many tokens
         small["num_centroids"] = math.gcd(small["num_centroids"], small["text_config"]["vocab_size"])
         small["centroid_intermediate_top_k"] = min(small["centroid_intermediate_top_k"], small["num_centroids"])

@@ -52,6 +52,7 @@ PUBLISHED = {
     "gemma3_4b_vision": 4_300_079_472, "gemma3_12b_vision": 12_187_325_040, "gemma3_27b_vision": 27_432_406_640,
     "t5gemma2_270m_270m": 786_029_296, "t5gemma2_1b_1b": 2_115_977_456, "t5gemma2_4b_4b": 7_508_928_880,
     "pali_gemma_3b_224": 2_923_466_480, "pali_gemma_3b_448": 2_924_351_216, "pali_gemma_3b_896": 2_927_890_160,
+    "gemma3n_e2b": 5_439_595_456 - 157_184, "gemma3n_e4b": 7_850_135_376 - 157_184,  # biases that KerasHub adds
     "bloom_7.1b": 7_069_016_064, "bloom_176b": 176_247_271_424, "smollm3_3b": 3_075_098_624,
     "dinov2_with_registers_small": 22_058_112, "dinov2_with_registers_base": 86_583_552,
     "dinov2_with_registers_large": 304_372_736, "dinov2_with_registers_giant": 1_136_486_912,
