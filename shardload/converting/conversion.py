@@ -56,6 +56,7 @@ from shardload.loaders.file_pieces import TensorPlace
 from shardload.loaders.peft import Weighted, merged
 from shardload.loaders.registry import spec_named
 from shardload.manifest import Manifest, View, c_strides
+from shardload.mapping.replaced import replaced_notes
 from shardload.pipeline.request import ignored_names
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve.adapters import can_merge, merge_dtype, open_adapters, weighted_folders
@@ -215,7 +216,8 @@ class _Opening:
             opened = merged(opened, self.adapters, dtype=merge_dtype(self.dtype))
         dequantise = self.dtype is not None or bool(self.adapters)
         source = hugging_face_copy.source_of(opened, ignore=self.ignore, dequantise=dequantise)
-        return replace(source, adapted=self.adapters)
+        notes = (*source.notes, *replaced_notes(opened, self.adapters))
+        return replace(source, adapted=self.adapters, notes=notes)
 
     def built(self, location: Location, base: PathLike | None) -> Source:
         """Return a checkpoint with its model, or a partial step with that of its base."""

@@ -51,6 +51,7 @@ from shardload.loaders.contents import CONFIG
 from shardload.loaders.hub_preset import METADATA, TASK, describe_folder
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
+from shardload.reports.facts import NoteKind, of_kind
 from shardload.sharding.layout import Bounds
 from shardload.stores.local import located
 from shardload.units import plural
@@ -74,11 +75,17 @@ def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, file
         values,
         Companions(),
         Preprocessing(),
-        (merge_note(kernels),) if kernels else (),
+        (*((merge_note(kernels),) if kernels else ()), *_heads_of_adapters(model)),
         is_live=True,
         merged=factors,
     )
     return _with_files(found, folder) if files and found.is_hub else found
+
+
+def _heads_of_adapters(model: Any) -> tuple[str, ...]:
+    """Return the notes of a model's load on heads that adapters trained and that the model lacks."""
+    report = record_of(model).report
+    return () if report is None else of_kind(report.notes, NoteKind.HEAD_OF_ADAPTER)
 
 
 def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:

@@ -32,7 +32,8 @@ from shardload.loaders.hub_preset import WEIGHTS
 from shardload.loaders.peft import Weighted, merged
 from shardload.manifest import Manifest, View, c_strides
 from shardload.mapping import map_weights
-from shardload.mapping.outside import sort_unused, without_parts
+from shardload.mapping.outside import OutsideTensor, sort_unused, without_parts
+from shardload.mapping.replaced import replaced_notes
 from shardload.mapping.roles import roles_of
 from shardload.mapping.variable_map import VariableMap
 from shardload.resolve.adapters import can_merge, merge_dtype
@@ -137,7 +138,8 @@ def open_with_model(
     found = map_weights(model, manifest)
     # As in a load: a part that the checkpoint's class lacks gets initial values, and a note says so.
     mapping = without_parts(found, manifest)
-    lost = _check(mapping, manifest, model, ignore)
+    outside = _check(mapping, manifest, model, ignore)
+    lacked = {each.tensor for each in outside}
     require_decoders(manifest.tensors[name] for name in mapping.read)
     values = {id(b.variable): viewed(b, manifest) for b in mapping.bindings}
     # A step that computes may use all of a tensor, so only tensors that are merely viewed can be used in part.
@@ -154,8 +156,9 @@ def open_with_model(
         *manifest.notes,
         *fidelity.notes_of(model, manifest),
         *quantised.accepted(manifest, mapping.bindings, ignore=fidelity.checked_fields(ignore_config)),
+        *(replaced_notes(manifest, adapters, lacked=lacked) if can_merge(manifest) else ()),
         *companions.notes,
-        *lost,
+        *_left_out(outside, manifest),
         *(note for note in mapping.notes if note not in found.notes),
         *partial,
         *(
@@ -168,34 +171,36 @@ def open_with_model(
     return Source(manifest, model, values, companions, preprocessing_of(model, manifest, companions), notes)
 
 
-def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[str, ...]:
-    """Raise if a checkpoint's tensors do not fit its model, or one would be lost; return notes on tensors left out."""
+def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[OutsideTensor, ...]:
+    """Raise if a checkpoint's tensors do not fit its model, or one would be lost; return those that are left out."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
         problem = wrong[0] if wrong else f"no tensor for {some(mapping.missing)}"
         raise MismatchError(f"Cannot convert {source}: its tensors do not match its model: {problem}")
-    # As in a load, a head or a pooler that KerasHub's class lacks is left behind, and a note says so.
     found = sort_unused(mapping, manifest, model, ignore=ignore)
-    reasons: dict[str, list[str]] = {}
-    for each in found.outside:
-        reasons.setdefault(each.reason, []).append(each.tensor)
-    notes = [f"{some(names)} left out: {reason}" for reason, names in reasons.items()]
-    state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
     unread = [*found.unused, *mapping.skipped]
     unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]
-    # State that is at most the two numbers that Keras writes of an optimizer before it trains is no loss to note.
-    numbers = all(manifest.tensors[name].shape == () for name in state)
-    if len(state) > 2 or not numbers or any(name.startswith("metrics") for name in state):
-        left_out = f"{plural(len(state), 'tensor')} of optimizer and metrics left out"
-        notes.append(f"{left_out}: only weights are converted")
     if unread:
         raise MismatchError(
             f"Cannot convert {source}: {plural(len(unread), 'tensor')} would be lost, because its model has no "
             f"variable for them: {some(unread)}. Correct its configuration, or leave them out: ignore=[{unread[0]!r}] "
             f"(--ignore {unread[0]})"
         )
-    return tuple(notes)
+    return found.outside
+
+
+def _left_out(outside: Iterable[OutsideTensor], manifest: Manifest) -> Iterator[str]:
+    """Yield notes on tensors that are left out: as in a load, a head or a pooler that KerasHub's class lacks; state."""
+    reasons: dict[str, list[str]] = {}
+    for each in outside:
+        reasons.setdefault(each.reason, []).append(each.tensor)
+    yield from (f"{some(names)} left out: {reason}" for reason, names in reasons.items())
+    state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
+    # State that is at most the two numbers that Keras writes of an optimizer before it trains is no loss to note.
+    numbers = all(manifest.tensors[name].shape == () for name in state)
+    if len(state) > 2 or not numbers or any(name.startswith("metrics") for name in state):
+        yield f"{plural(len(state), 'tensor')} of optimizer and metrics left out: only weights are converted"
 
 
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:

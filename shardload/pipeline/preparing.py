@@ -22,6 +22,7 @@ from shardload.mapping.keeping import kept_kernels, kept_manifest, kept_map, pac
 from shardload.mapping.layer_hooks import has_keras_hook
 from shardload.mapping.outside import OutsideTensor
 from shardload.mapping.quantising import quantised_layouts, quantised_map
+from shardload.mapping.replaced import replaced_notes
 from shardload.mapping.stored_values import lacking_values, stored_values
 from shardload.mapping.variable_map import Mismatch, VariableMap
 from shardload.parallel import LayoutChoice, choose
@@ -249,8 +250,10 @@ def prepare_load(
     mapping = tensor_mapping.without_parts(mapping, manifest)
     ignore, compare = matching.ignore, matching.reads_values
     sorted_out = tensor_mapping.sort_unused(mapping, manifest, model, ignore=ignore, compare=compare)
+    lacked = {each.tensor for each in sorted_out.outside}
     return replace(
         found,
+        notes=(*notes, *replaced_notes(manifest, source.adapters, lacked=lacked)),
         mapping=replace(mapping, unused=sorted_out.unused),
         outside=sorted_out.outside,
         why_unused=sorted_out.why,

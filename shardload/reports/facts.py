@@ -287,6 +287,8 @@ class NoteKind(Enum):
     """Tells whether the loaded weights are moving averages (``use_ema``) or the weights being trained."""
     ASSETS = auto()
     """What happened to the files that layers save (vocabularies), if they were not simply loaded."""
+    HEAD_OF_ADAPTER = auto()
+    """An adapter of PEFT has a trained head (``modules_to_save``) that the model lacks."""
     TENSOR_NOT_STORED = auto()
     """A converter (KerasHub's code that fills a model) asked for a tensor that the checkpoint does not have."""
 

@@ -62,7 +62,7 @@ def with_adapters(opened: OpenedSource, adapters: tuple[Weighted, ...], *, dtype
         return opened
     found = merged(opened.manifest, adapters, dtype=merge_dtype(dtype))
     added = found.notes[len(opened.manifest.notes) :]
-    return replace(opened, manifest=found, notes=(*opened.notes, *added))
+    return replace(opened, manifest=found, notes=(*opened.notes, *added), adapters=adapters)
 
 
 def merge_dtype(dtype: Any) -> np.dtype[Any] | None:

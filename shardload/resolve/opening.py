@@ -13,6 +13,7 @@ from shardload.families.registry import model_type_of
 from shardload.loaders import describe_folder, folder_of, open_manifest, open_variant, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.orbax.loader import SPEC, open_orbax
+from shardload.loaders.peft import Weighted
 from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve
@@ -37,6 +38,8 @@ class OpenedSource:
     checker: Checker | None
     """Verifies the bytes of a training step that has digests; ``None`` for other sources."""
     notes: tuple[str, ...]
+    adapters: tuple[Weighted, ...] = ()
+    """Adapters of PEFT that are merged into the manifest."""
 
 
 def open_source(

@@ -72,8 +72,6 @@ def _notes(manifest: Manifest, one: Weighted) -> Iterator[str]:
         f"{times}the adapter {adapter.location} merged into {plural(len(adapter.factors), 'weight')} while they were "
         "read: computed in float32 and rounded once"
     )
-    if adapter.replaced:
-        yield f"{plural(len(adapter.replaced), 'tensor')} replaced by those of the adapter {adapter.location}"
     yield from base_notes(manifest, one)
 
 
