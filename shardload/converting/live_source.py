@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from shardload.converting import transformers
 from shardload.converting.adapters import merge_note
 from shardload.converting.companions import (
+    TRANSFORMERS,
     Companions,
     Preprocessing,
     companions_of,
@@ -132,7 +133,8 @@ def _with_files(source: Source, folder: Path) -> Source:
         names = sorted(kept.transformers, key=lambda name: (name != CONFIG, name))
         if len(names) >= NAMES_SHOWN:
             names[NAMES_SHOWN - 1 :] = [plural(len(names) - NAMES_SHOWN + 1, "other file")]
-        notes.append(f"{', '.join(names)} for Hugging Face come from {origin.source}")
+        come = "comes" if len(kept.transformers) == 1 else "come"
+        notes.append(f"{', '.join(names)} for Hugging Face {come} from {origin.source}")
     elif layer.layer is None and not kept.transformers and text_classes(model)[1] is not None:
         notes.append("no tokenizer was written: the model has no preprocessor, and was not loaded with a tokenizer")
     # KerasHub's files are made from the model; of those from its source, all but old descriptions are kept.
@@ -149,6 +151,7 @@ def _with_files(source: Source, folder: Path) -> Source:
         notes=tuple(notes),
         origin=origin,
         fresh=fresh,
+        described_as=kept.config(TRANSFORMERS) or {},
     )
 
 

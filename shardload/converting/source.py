@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.converting.companions import KERAS, STATE, Companions, Preprocessing, companions_of, preprocessing_of
+from shardload.converting.companions import (
+    KERAS,
+    STATE,
+    TRANSFORMERS,
+    Companions,
+    Preprocessing,
+    companions_of,
+    preprocessing_of,
+)
 from shardload.converting.computing import StoredValue, compute, computed_by
 from shardload.converting.strided_copy import bits, copy_view, reader_of
 from shardload.errors import MismatchError, SourceError
@@ -73,6 +81,9 @@ class Source:
     """If a live model is a KerasHub task: the same task, built again from its description, without values. KerasHub
     compiles it with its default optimizer. A preset stores that optimizer and not the user's, because readers of the
     preset build the task in the same way."""
+    described_as: Mapping[str, Any] = field(default_factory=dict)
+    """Hugging Face's ``config.json`` of the checkpoint that the weights came from, if it has one. It may describe more
+    than the model, such as a task's head."""
     adapters: Manifest | None = None
     """The partial step whose weights replace some of those in ``manifest`` (the base); ``None`` if there is none."""
     adapted: tuple[Weighted, ...] = ()
@@ -168,7 +179,9 @@ def open_with_model(
         ),
         *([f"initial values for {plural(len(made), 'variable')} that the source lacks: {some(paths)}"] if made else []),
     )
-    return Source(manifest, model, values, companions, preprocessing_of(model, manifest, companions), notes)
+    preprocessing = preprocessing_of(model, manifest, companions)
+    original = companions.config(TRANSFORMERS) or {}
+    return Source(manifest, model, values, companions, preprocessing, notes, described_as=original)
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[OutsideTensor, ...]:

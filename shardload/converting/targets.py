@@ -18,6 +18,7 @@ import numpy as np
 from shardload.converting import hugging_face_copy, keras_files, transformers
 from shardload.converting.companions import KERAS, STATE, TRANSFORMERS, copy_files, hugging_face_tokenizer
 from shardload.converting.computing import StoredValue
+from shardload.converting.heads import notes_on_heads, without_head
 from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_as_json
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
@@ -226,6 +227,7 @@ def _safetensors(
     rounded = model_type_of(config).rounded_to
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
     notes += (*_left_out_fields(source, config), *transformers.unlike(config, backbone))
+    notes += notes_on_heads(source, config) if source.origin is not manifest else ()
     notes += (
         transformers.lacking(places, backbone)
         if source.origin is not manifest and transformers.is_written(backbone)
@@ -265,7 +267,7 @@ def _layout(
             f"Cannot write {type(source.model).__name__} for Hugging Face: {len(more)} of its weights "
             f"({more[0].path!r}) do not belong to its backbone"
         )
-    config = _transformers_config(source, dtypes, dtype)
+    config = without_head(_transformers_config(source, dtypes, dtype))
     manifest = transformers.stand_in(config)
     return config, manifest, transformers.views_of(source.backbone, manifest, leave_out=source.merged)
 
