@@ -1,6 +1,7 @@
 """Adapters of PEFT, merged while a base model is read: as PyTorch and PEFT compute, on any mesh."""
 
 import json
+import re
 import shutil
 
 import gguf_from_folder
@@ -250,6 +251,30 @@ def test_damaged_files_are_refused(llama, file):
     (adapter / file).unlink()
     with pytest.raises(ShardloadError, match=file):
         shardload.load(base, adapter=adapter)
+
+
+def test_a_pickle_of_an_adapter_says_how_to_convert_it(llama):
+    base, adapter = llama
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(
+        UnsupportedError, match=r"adapter_model\.bin: .* pickle .* Convert it .*adapter_model\.safetensors"
+    ):
+        shardload.load(base, adapter=adapter)
+
+
+def test_another_place_than_the_folder_of_an_adapter_says_which_to_pass(llama, tmp_path):
+    base, adapter = llama
+    for name in ("facts", "style"):
+        shutil.copytree(adapter, tmp_path / "named" / name)
+    for place, says in (
+        (
+            tmp_path / "named",
+            f"2 adapters, expected one. Pass one of them: {tmp_path}/named/facts, {tmp_path}/named/style",
+        ),
+        (adapter / "adapter_model.safetensors", f"it is a file, expected its folder. Pass {adapter}"),
+    ):
+        with pytest.raises(SourceError, match=re.escape(says)):
+            shardload.load(base, adapter=place)
 
 
 def test_a_config_that_is_too_large_is_refused(llama):

@@ -27,6 +27,7 @@ from shardload.loaders.contents import member
 from shardload.manifest import Tensor
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
+from shardload.units import plural
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -95,12 +96,16 @@ def open_adapter(folder: Location) -> Adapter:
     """
     named_by = str(folder)
     if not folder.is_folder() or not (folder / CONFIG_FILE).is_file():
-        raise SourceError(
-            f"Cannot open {folder} as a PEFT adapter: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
-        )
+        raise _no_adapter(folder)
     path = member(folder, CONFIG_FILE, named_by=named_by)
     settings = _Settings(path, read_object(path))
     settings.check()
+    if (pickle := folder / "adapter_model.bin").exists() and not (folder / WEIGHTS_FILE).exists():
+        raise UnsupportedError(
+            f"Cannot read {pickle}: it is a pickle of PyTorch that can run code when opened, expected {WEIGHTS_FILE}. "
+            'Convert it in its folder: safetensors.torch.save_file(torch.load("adapter_model.bin", map_location="cpu", '
+            f'weights_only=True), "{WEIGHTS_FILE}")'
+        )
     weights = member(folder, WEIGHTS_FILE, named_by=named_by)
     header = safetensors.read_header(weights)
     stored: dict[str, Tensor] = {}
@@ -123,6 +128,18 @@ def open_adapter(folder: Location) -> Adapter:
         settings.values.get("fan_in_fan_out") is True,
         {weights: header.file_bytes},
     )
+
+
+def _no_adapter(folder: Location) -> SourceError:
+    """Return the error for a place without ``adapter_config.json``: it says which folder has one."""
+    why = f"expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+    if folder.is_file() and (folder.parent / CONFIG_FILE).is_file():
+        why = f"it is a file, expected its folder. Pass {folder.parent}"
+    elif folder.is_folder() and (
+        found := [str(folder / n) for n in folder.names() if (folder / n / CONFIG_FILE).is_file()]
+    ):
+        why = f"it contains {plural(len(found), 'adapter')}, expected one. Pass one of them: {', '.join(found[:8])}"
+    return SourceError(f"Cannot open {folder} as a PEFT adapter: {why}")
 
 
 def _wrong(folder: Location, what: str) -> SourceError:
