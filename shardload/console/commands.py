@@ -113,9 +113,10 @@ def load(
             reports = processes is None or processes.is_first  # only JAX may have been able to tell
             words: Any = None
             if prompt is not None:
-                from shardload.text.sources import tokenizer
+                from shardload.text.prompts import tokenizer_for_prompt
 
-                words = tokenizer(source, format=format and str(format))  # raises now if there is none, not later
+                # Raises now if there is none, or the prompt is too long, not later.
+                words = tokenizer_for_prompt(source, prompt, max_new_tokens=new_tokens, format=format and str(format))
             with on_stderr(enabled=reports and not no_progress, as_json=log_json) as progress:
                 # Keras is imported and the model built before the load knows its bytes.
                 progress.start(0, f"Preparing {source}")

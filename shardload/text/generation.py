@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
@@ -29,19 +29,16 @@ from shardload.keras_bridge.model_records import record_first_result, record_of
 from shardload.keras_bridge.model_state import plain_model
 from shardload.manifest import Manifest
 from shardload.text import sources
+from shardload.text.prompts import SHORTER, encode_prompts
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
-from shardload.units import is_integer, plural
+from shardload.units import plural
 
 LENGTH_STEP = 32
 """Prompts with their new tokens are padded to a multiple of this length, so that similar ones share a compiled loop."""
 
 DEFAULT_NEW_TOKENS = 32
 """Most tokens that `generate` adds, unless told otherwise."""
-
-_DEFAULT_CONTEXT = 8192
-"""Context length if the checkpoint states none: that of Gemma 1 and 2. The memory for attention grows with its square,
-so an unlimited prompt could exhaust the machine."""
 
 
 class PreparedModel(Protocol):
@@ -57,7 +54,6 @@ class PreparedModel(Protocol):
 
 
 _CACHE = "_shardload_greedy"
-_SHORTER = "Shorten the prompt, or generate fewer tokens: max_new_tokens (--max-new-tokens)"
 
 
 @overload
@@ -102,7 +98,8 @@ def generate(
     model = plain_model(model)
     _require_causal_lm(model)
     found = sources.tokenizer_for(model) if tokenizer is None else _opened(tokenizer)
-    encoded = _encoded(model, found, prompts, max_new_tokens, record_of(model).text_source)
+    source = record_of(model).text_source
+    encoded = encode_prompts(prompts, found, max_new_tokens=max_new_tokens, manifest=source, name=model.name)
     # Tell people at a terminal why the first call takes so long.
     if _CACHE not in vars(model) and sys.stderr is not None and sys.stderr.isatty():
         print("Compiling for the first prompt; on a CPU, this can take a minute.", file=sys.stderr)  # noqa: T201
@@ -114,29 +111,6 @@ def generate(
         before, whole = found.decode(ids), found.decode([*ids, *new])
         continued.append(whole[len(before) :] if whole.startswith(before) else found.decode(new))
     return continued[0] if isinstance(prompts, str) else continued
-
-
-def _encoded(
-    model: Any, tokenizer: Tokenizer, prompts: str | Sequence[str], max_new_tokens: int, manifest: Manifest | None
-) -> list[list[int]]:
-    """Check prompts and the number of new tokens, and return the prompts' token ids."""
-    texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"Cannot continue {prompts!r:.60}: expected text, or a list of texts")
-    for text in texts:
-        try:  # half of a surrogate pair is a valid str, but tokenizers written in Rust and C++ take UTF-8
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"Cannot continue a prompt with {text[error.start]!a} at position {error.start}, which is half of a "
-                "character. Decode the text from its original bytes as UTF-8"
-            ) from error
-    if not (is_integer(max_new_tokens) and max_new_tokens >= 1):
-        raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
-    encoded = [tokenizer.encode(text) for text in texts]
-    # Before anything is compiled: a prompt that is too long would fail only after that, or exhaust the memory.
-    _check_context(model, max(map(len, encoded), default=0), max_new_tokens, manifest)
-    return encoded
 
 
 def generate_ids(
@@ -179,7 +153,8 @@ class GenerationAhead:
             found = self._tokenizer = sources.tokenizer_of(manifest)
         else:
             found = _opened(tokenizer)
-        inputs = _padded(model, _encoded(model, found, given["prompts"], new, manifest), new)
+        prompts = encode_prompts(given["prompts"], found, max_new_tokens=new, manifest=manifest, name=model.name)
+        inputs = _padded(model, prompts, new)
         try:
             with _greedy(model) as function, _on_mesh(model) as place:
                 placed = {name: place(value) for name, value in inputs.items()}
@@ -204,17 +179,6 @@ def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
     return tokenizer
 
 
-def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int, manifest: Manifest | None) -> None:
-    # Multimodal models have the sizes of their language model in text_config.
-    config = {} if manifest is None else manifest.config.get("text_config") or manifest.config
-    context = config.get("max_position_embeddings") or _DEFAULT_CONTEXT
-    if prompt_tokens + max_new_tokens > context:
-        raise UnsupportedError(
-            f"Cannot generate {plural(max_new_tokens, 'token')} after a prompt of {plural(prompt_tokens, 'token')}: "
-            f"the context of {model.name} has {context}. {_SHORTER}"
-        )
-
-
 def _require_causal_lm(model: Any) -> None:
     if not callable(getattr(model, "make_generate_function", None)):
         raise UnsupportedError(
@@ -231,7 +195,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     if limit is not None and longest > limit:
         raise UnsupportedError(
             f"Cannot generate {plural(max_new_tokens, 'token')}: prompt and continuation have {longest}, but the "
-            f"model has {plural(limit, 'position')}. {_SHORTER}"
+            f"model has {plural(limit, 'position')}. {SHORTER}"
         )
     # Rounded up, as -(-a // b) is.
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP

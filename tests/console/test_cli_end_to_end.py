@@ -51,6 +51,12 @@ def test_load_reports_one_object(loaded, root):
     assert [d["platform"] for d in loaded.json["devices"]] == ["cpu"] * 8
 
 
+def test_more_tokens_than_the_context_are_refused_before_the_load(cli):
+    done = cli("load", NAME, "--prompt", "hi", "--max-new-tokens", "100000")
+    assert (done.code, done.stdout) == (1, "")
+    assert f"the context of {NAME} has 8192. Shorten the prompt" in done.stderr
+
+
 def test_the_report_lists_the_layout_of_each_variable(loaded):
     found = loaded.json["layout"]["variables"]
     assert len(found) == loaded.json["variables"] and sum(v["bytes"] for v in found) == loaded.json["weight_bytes"]

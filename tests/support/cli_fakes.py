@@ -37,7 +37,7 @@ SLOWLY = re.compile(r"^[^\n]+, \d[^\n]*(/s| so far| left)\n", re.MULTILINE)
 """Lines of progress, which a busy machine writes every ten seconds."""
 HOMES = {
     "find": "shardload.console.completion.make_available",
-    "check_tokenizer": "shardload.text.sources.tokenizer",
+    "check_prompt": "shardload.text.prompts.tokenizer_for_prompt",
     "load": "shardload.loading.run",
     "plan": "shardload.loading.plan",
     "generate": "shardload.text.generation.generate",
@@ -81,7 +81,7 @@ def install(monkeypatch: Any = None) -> Engine:
     """Put the fakes where the commands look for the engine; returns the engine for further changes."""
     engine: Any = Engine(monkeypatch)
     engine.find = lambda source, *, weights=True: None
-    engine.check_tokenizer = lambda source, *, format: None
+    engine.check_prompt = lambda source, prompt, *, max_new_tokens, format: None
     engine.load = loads
     engine.plan = lambda source, **options: report(PlanReport)
     engine.generate = lambda model, prompt, *, max_new_tokens, tokenizer: " Paris."

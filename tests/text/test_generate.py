@@ -315,7 +315,9 @@ def test_empty_prompts_and_too_long_ones_are_refused(gemma3):
     assert generate_ids(gemma3, []) == []
 
 
-@pytest.mark.parametrize("config", [{"max_position_embeddings": 16}, {"text_config": {"max_position_embeddings": 16}}])
+@pytest.mark.parametrize(
+    "config", [{"max_position_embeddings": 16}, {"text_config": {"max_position_embeddings": 16}}, {"n_positions": 16}]
+)
 def test_a_prompt_beyond_the_context_is_refused_before_attention_takes_memory(config, tmp_path):
     with abstract():
         model = models.causal_lm("gemma3")
