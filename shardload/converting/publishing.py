@@ -277,7 +277,7 @@ def write_error(target: Path, number: int, n_bytes: int | None = None) -> WriteE
     """Return the error to raise if the system refused, with errno ``number``, to write ``n_bytes`` of tensors."""
     why = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
     size = f", for {format_bytes(n_bytes)} of tensors" if n_bytes and number in _ROOM else ""
-    made = WriteError(f"Cannot write {target}: {why}{size}.{f' {WAYS_OUT[number]}.' if number in WAYS_OUT else ''}")
+    made = WriteError(f"Cannot write {target}: {why}{size}. {WAYS_OUT.get(number, 'Choose another place')}.")
     made.errno = number
     return made
 

@@ -95,13 +95,17 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
         del raw
         found = json.loads(text, object_pairs_hook=unique_pairs)
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path} should contain JSON in UTF-8, but byte {error.start} is not UTF-8") from error
+        raise SourceError(
+            f"{path} should contain JSON in UTF-8, but byte {error.start} is not UTF-8. Download it again"
+        ) from error
     except RecursionError as error:
         raise UnsafeSourceError(f"Cannot parse {path}: its JSON is nested too deeply. Download it again") from error
     except ValueError as error:
         raise SourceError(f"{path} should contain JSON, but does not parse: {error}. Download it again") from error
     if not isinstance(found, dict):
-        raise SourceError(f"{path} should contain a JSON object, but contains a {type(found).__name__}")
+        raise SourceError(
+            f"{path} should contain a JSON object, but contains a {type(found).__name__}. Download it again"
+        )
     return found
 
 

@@ -173,6 +173,12 @@ def test_a_disk_without_room_for_the_lock_keeps_no_empty_folder(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
+def test_a_place_where_the_system_lets_nothing_be_written_names_the_way_out():
+    with pytest.raises(WriteError, match=r"Cannot write /proc/x: .*\. Choose another place\."):  # noqa: SIM117
+        with staged(Path("/proc/x"), folder=True, overwrite=False):
+            pass
+
+
 def test_shard_sizes_that_cannot_be(preset, tmp_path):
     for name, to, size, match in (
         ("z.weights.h5", None, "1GiB", r"one file. For shards, name it z\.weights\.json"),

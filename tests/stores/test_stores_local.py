@@ -109,6 +109,12 @@ def test_brackets_beside_texts_are(template="{" * 3000):
         parse_object(raw, path="x")
 
 
+@pytest.mark.parametrize(("raw", "says"), [(b"[]", "contains a list. Download"), (b"\xff", "is not UTF-8. Download")])
+def test_what_is_no_object_in_utf_8_names_the_way_out(raw, says):
+    with pytest.raises(SourceError, match=says):
+        parse_object(raw, path="x")
+
+
 @pytest.mark.parametrize("after", ["", "\n", " \r\n\t" * 5000])
 @pytest.mark.parametrize("length", [10, 5000, 100_000])
 def test_a_byte_order_mark_and_blanks_at_the_end(tmp_path, after, length):
