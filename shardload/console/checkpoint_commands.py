@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shardload.console import completion, jax_setup, listing, options, streams
+from shardload.errors import SourceError
 from shardload.progress import on_stderr
 from shardload.reports import printable
 from shardload.synth import MAX_SEED
@@ -171,12 +172,15 @@ def steps(
         from shardload.stores.local import without_file_scheme
 
         found = list_steps(directory)
+        if not found and (why := why_no_steps(directory)):
+            raise SourceError(f"{directory} contains no steps{why}")
         failures = written_since(without_file_scheme(directory), max((info.saved_s for info in found), default=0.0))
         if json:
             out.json({"directory": directory, "steps": [_facts(info) for info in found], "failures": failures})
         elif not found:
-            why = why_no_steps(directory) or " yet: each will be a folder in it, named by its number"
-            out.text(f"{printable(directory)} contains no steps{printable(why)}\n")
+            out.text(
+                f"{printable(directory)} contains no steps yet: each will be a folder in it, named by its number\n"
+            )
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
             out.text(listing.aligned([head, *map(_row, found)], width=out.width))

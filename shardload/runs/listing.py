@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -34,6 +35,7 @@ from shardload.errors import (
     UsageError,
 )
 from shardload.loaders.orbax.loader import OWN_FOLDER, possible_steps, step_number
+from shardload.loaders.recognition import describe_folder, recognise
 from shardload.runs.digest_list import FileTree, name_damage, scan
 from shardload.runs.digests import DIGESTS_FILE, Checker, find_damage
 from shardload.runs.remote_store import RemoteStep, open_step
@@ -414,6 +416,11 @@ def why_no_steps(root: str | os.PathLike[str]) -> str:
         if path.name.isascii() and path.name.isdigit():
             return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"
         return ". It looks like a single checkpoint of Orbax: use shardload.load_weights, or shardload load"
+    with suppress(ShardloadError):
+        found = recognise(path)
+        # A configuration without weights may be that of a run that has not saved a step yet.
+        if found.describe_folder is not None and describe_folder(path) is None:
+            return f". It is {found.description}: use shardload.load_weights, or shardload load"
     return ""
 
 

@@ -57,9 +57,22 @@ def test_a_plain_step_of_orbax_in_a_bucket_has_no_age(root, tmp_path, monkeypatc
 
 
 def test_a_step_or_another_folder_says_what_it_is(root, tmp_path):
-    assert f"It looks like a step itself: give its folder {root} and step=3" in run("steps", root / "3").stdout
+    done = run("steps", root / "3", "--json")
+    assert done.returncode == 1
+    assert (
+        f"It looks like a step itself: give its folder {root} and step=3" in json.loads(done.stdout)["error"]["message"]
+    )
     said = f"{tmp_path} contains no steps yet: each will be a folder in it, named by its number\n"
     assert run("steps", tmp_path).stdout == said
+
+
+def test_a_checkpoint_of_another_kind_has_no_steps(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert run("steps", tmp_path).returncode == 0  # a run may have it, and has saved no step yet
+    weights(tmp_path / "model.safetensors")
+    done = run("steps", tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"{tmp_path} contains no steps. It is a Hugging Face folder" in done.stderr and "load_weights" in done.stderr
 
 
 def test_no_such_folder_is_one_paragraph(tmp_path):
