@@ -391,6 +391,7 @@ def test_a_family_may_be_looked_at_in_part(model_type, field):
         ("vision_config", "hidden_activation", "gelu"),
         ("audio_config", "hidden_act", "gelu"),
         ("audio_config", "rms_norm_eps", 1e-3),
+        ("audio_config", "use_clipped_linears", False),
     ],
 )
 def test_fields_that_a_tower_of_gemma_4_ignores_are_compared(part, field, value):

@@ -27,7 +27,7 @@ def _clipped(config: Config, at: str, inputs: int, outputs: int) -> Iterator[Ten
 _CONSTANTS: dict[str, dict[str, Any]] = {
     "vision_config": {"hidden_activation": TANH},
     # transformers has this epsilon in most norms for sound, whatever the field says, and KerasHub that of the field.
-    "audio_config": {"hidden_act": "silu", "rms_norm_eps": 1e-6},
+    "audio_config": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "use_clipped_linears": True},
 }
 
 
