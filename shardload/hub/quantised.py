@@ -118,17 +118,22 @@ def _is_folder(manifest: Manifest) -> bool:
 
 
 def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable[str] = ()) -> None:
-    names = list(names)
+    names, is_scaled = list(names), _is_folder(manifest) and _has_scaled_float8(manifest)
     if any(re.search(_ADAPTER, name) for name in names):
         raise UnsupportedError(_about_adapter(manifest))
     for name in names:
         method = _method_of(name, manifest)
+        # Where others have scales, they are not plain casts: one that lacks its scale is not, either.
+        method = "fp8" if method == _BARE_FLOAT8 and is_scaled else method
         if method is not None and not (method == _BARE_FLOAT8 and FIELD in ignore):
-            named = next((found for found, _ in _described(manifest)), method)
-            option = f". If its values need no scales, pass {_OPTION}" if method == _BARE_FLOAT8 else ""
+            said = next((found for found, _ in _described(manifest)), None)
+            # A method that the configuration names has scales: without them, values are garbage.
+            is_bare = _is_float8(manifest.tensors[name].dtype) and not _has_scale(name, manifest)
+            lacks = " and lacks a scale" if said and is_bare else ""
+            option = f". If its values need no scales, pass {_OPTION}" if method == _BARE_FLOAT8 and not said else ""
             raise UnsupportedError(
                 f"Cannot load {manifest.source}: tensor {name!r} ({manifest.tensors[name].dtype}) belongs to weights "
-                f"quantised with {named}, expected plain weights. {_ALTERNATIVES}{option}"
+                f"quantised with {said or method}{lacks}, expected plain weights. {_ALTERNATIVES}{option}"
             )
 
 
@@ -162,10 +167,9 @@ def _method_of(name: str, manifest: Manifest) -> str | None:
     """Return the quantisation method that stores tensors of this name or dtype; ``None`` for a plain weight."""
     tensors = manifest.tensors
     # float8 next to a scale are codes; alone, they may be plain casts.
-    stem = name.removesuffix(".weight")
     if _is_float8(tensors[name].dtype):
-        scales = (f"{stem}.weight_scale", f"{stem}.weight_scale_inv", f"{stem}.scale", f"{stem}.input_scale")
-        return "fp8" if any(scale in tensors for scale in scales) else _BARE_FLOAT8
+        has_input_scale = f"{name.removesuffix('.weight')}.input_scale" in tensors
+        return "fp8" if has_input_scale or _has_scale(name, manifest) else _BARE_FLOAT8
     for pattern, method in _SIGNS:
         if found := re.search(pattern, name):
             needed = _NEEDS.get(found[0])
@@ -176,6 +180,17 @@ def _method_of(name: str, manifest: Manifest) -> str | None:
     if scaled is not None and _is_float8(scaled.dtype):
         return "fp8"
     return "compressed-tensors" if scaled is not None and scaled.dtype.kind in "iu" else None
+
+
+def _has_scale(name: str, manifest: Manifest) -> bool:
+    stem = name.removesuffix(".weight")
+    # Experts in one tensor have names without .weight.
+    scales = (f"{name}_scale", f"{name}_scale_inv", f"{stem}.weight_scale", f"{stem}.weight_scale_inv")
+    return any(scale in manifest.tensors for scale in (*scales, f"{stem}.scale"))
+
+
+def _has_scaled_float8(manifest: Manifest) -> bool:
+    return any(_is_float8(tensor.dtype) and _has_scale(name, manifest) for name, tensor in manifest.tensors.items())
 
 
 def _is_float8(dtype: Any) -> bool:

@@ -12,7 +12,7 @@ from hub_folders import config_of
 from safetensors.numpy import save_file
 
 import shardload
-from shardload.errors import UnsupportedError
+from shardload.errors import SourceError, UnsupportedError
 from shardload.hub.config_forms import transformers_tensors
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -42,11 +42,6 @@ STORED = {
     "gptq": (lambda v: packed(v, "qweight", "qzeros", "scales", "g_idx"), {"quant_method": "gptq"}, "gptq"),
     "gptq without configuration": (lambda v: packed(v, "qweight", "scales"), None, "gptq or awq"),
     "awq": (lambda v: packed(v, "qweight", "qzeros", "scales"), {"quant_method": "awq", "version": "gemv"}, "awq"),
-    "bitsandbytes": (
-        lambda v: codes(v, np.uint8, "weight.absmax"),
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        "bitsandbytes",
-    ),
     "bitsandbytes without configuration": (lambda v: codes(v, np.int8, "SCB"), None, "bitsandbytes"),
     "compressed-tensors": (
         lambda v: packed(v, "weight_packed", "weight_scale"),
@@ -130,8 +125,9 @@ def test_plain_tensors_load_where_only_the_configuration_says_quantised(tmp_path
 def test_bitsandbytes_that_quantises_nothing_loads(flags, tmp_path):
     folder = write(tmp_path / "hf", quantization_config={"quant_method": "bitsandbytes", **flags})
     assert not shardload.plan(folder).missing
-    folder = write(tmp_path / "hf", STORED["bitsandbytes"][0], quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(UnsupportedError, match="bitsandbytes"):
+    said = {"quant_method": "bitsandbytes", **flags}
+    folder = write(tmp_path / "hf", lambda v: codes(v, np.uint8, "weight.absmax"), quantization_config=said)
+    with pytest.raises(SourceError, match=rf"it lacks '{LAYER}.weight.quant_state.bitsandbytes__nf4'"):
         shardload.plan(folder)
 
 

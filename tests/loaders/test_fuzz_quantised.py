@@ -7,6 +7,7 @@ can be read: tensors that do not fit together were refused before.
 import functools
 import json
 import math
+import re
 import struct
 
 from fuzzing import Format, changed, check, damaged, fuzz, put
@@ -130,6 +131,31 @@ def tensors_in(raw):
     header.pop("__metadata__", None)
     places = {name: slice(*(start + at for at in entry["data_offsets"])) for name, entry in header.items()}
     return {name: (entry["dtype"], entry["shape"], raw[places[name]]) for name, entry in header.items()}
+
+
+NOT_NEEDED = re.compile(r"bias|norm|input_(global_)?scale|input_activation|activation_scale|weight_format|rotary")
+"""Tensors of a layer that are no parts of its codes, and what quantises activations."""
+
+
+def is_needed(name, config):
+    """Whether the weight that a tensor is a part of cannot be computed without it."""
+    settings = config["quantization_config"]
+    in_order = settings["quant_method"] == "gptq" and not settings.get("desc_act")
+    return not NOT_NEEDED.search(name) and not (in_order and name.endswith(".g_idx"))
+
+
+@fuzz(share=0.2, name=st.sampled_from(SEEDS), which=st.integers(0, 255))
+def test_a_missing_tensor(tmp_path, name, which):
+    config, raw = folder_of(name, tmp_path)
+    tensors = tensors_in(raw)
+    floats = ("F32", "F16", "BF16")
+    plain = {name for name, (dtype, *_) in tensors.items() if name.endswith(".weight") and dtype in floats}
+    names = sorted(name for name in tensors if "_proj" in name and name not in plain)
+    gone = names[which % len(names)]
+    del tensors[gone]
+    found = opened(tmp_path, config, as_file(tensors))
+    assert (found is None) == is_needed(gone, config), gone
+    return found
 
 
 @fuzz(share=0.5, name=st.sampled_from(SEEDS), edits=EDITS)

@@ -36,13 +36,22 @@ def bitsandbytes(parts: Parts) -> tuple[str, Weights]:
         scales = parts.need(f"{stem}.SCB", (codes.shape[0],), kinds="f")
         if scales.dtype != np.float32:
             raise parts.wrong(f"'{stem}.SCB' is {scales.dtype}, expected float32")
-        parts.get(f"{stem}.weight_format")
+        _check_in_rows(parts, f"{stem}.weight_format")
         weights[f"{stem}.weight"] = Scaled(
             codes.shape, np.dtype(np.float32), codes, scales, (1, codes.shape[1]), factor=7.874015718698502e-3
         )
     is_four = parts.settings.get("load_in_4bit") or parts.settings.get("_load_in_4bit")
     kind = "4 bits" if is_four or any(isinstance(one, Float4Blocks) for one in weights.values()) else "8 bits"
     return f"bitsandbytes ({kind})", weights
+
+
+def _check_in_rows(parts: Parts, name: str) -> None:
+    """Raise if int8 codes are stored as kernels of some GPUs need them, as older versions of bitsandbytes did."""
+    if parts.get(name) is None:
+        return
+    stored = parts.need(name, None, kinds="iu")
+    if stored.size != 1 or (found := int(read(stored).reshape(()))):
+        raise parts.wrong(f"{name!r} is {found if stored.size == 1 else stored.shape}, expected 0 (codes in rows)")
 
 
 def _float4_blocks(parts: Parts, name: str, state: str) -> Float4Blocks:
@@ -52,7 +61,7 @@ def _float4_blocks(parts: Parts, name: str, state: str) -> Float4Blocks:
     try:
         said = json.loads(read(stored).tobytes().decode())
         shape, block = tuple(said["shape"]), said["blocksize"]
-        nested_block, offset = said.get("nested_blocksize", 0), float(said.get("nested_offset", 0.0))
+        nested_block, offset = said.get("nested_blocksize", 0), float(said.get("nested_offset", "nan"))
         numbers = all(isinstance(n, int) and 0 < n < 1 << 40 for n in shape)
         if not shape or not numbers or not isinstance(nested_block, int) or block not in _BLOCKS:
             raise ValueError(f"it says {said!r:.200}")
@@ -64,12 +73,12 @@ def _float4_blocks(parts: Parts, name: str, state: str) -> Float4Blocks:
         raise parts.wrong(f"{name!r} has {plural(codes.nbytes, 'byte')}, expected {-(-size // 2)} for {shape}")
     n_blocks = -(-size // block)
     table = parts.need(f"{name}.quant_map", (16,), kinds="f")
-    if f"{name}.nested_absmax" not in parts.tensors:
+    if not {f"{name}.nested_absmax", f"{name}.nested_quant_map"} & parts.tensors.keys() and not nested_block:
         scales = parts.need(f"{name}.absmax", (n_blocks,), kinds="f")
         made = Float4Blocks(shape, np.dtype(np.float32), codes, table, scales, block)
     else:
-        if nested_block < 1:
-            raise parts.wrong(f"{state!r} does not say the nested_blocksize")
+        if nested_block < 1 or math.isnan(offset):
+            raise parts.wrong(f"{state!r} does not say the nested_{'blocksize' if nested_block < 1 else 'offset'}")
         scales = parts.need(f"{name}.absmax", (n_blocks,), kinds="u")
         nested = parts.need(f"{name}.nested_absmax", (-(-n_blocks // nested_block),), kinds="f")
         nested_table = parts.need(f"{name}.nested_quant_map", (256,), kinds="f")

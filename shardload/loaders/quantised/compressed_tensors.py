@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from shardload.loaders.quantised.float4 import Float4Rows
 from shardload.loaders.quantised.fp8 import with_scales
 from shardload.loaders.quantised.parts import Parts, Weights, exponents, order_of_groups
 from shardload.loaders.quantised.rows import BFLOAT16, Dequantised, PackedRows, dtype_of_weights, read
+from shardload.manifest import Tensor
 from shardload.units import plural
 
 _COMPRESSED_SETTINGS = {
@@ -47,6 +47,8 @@ def compressed_tensors(parts: Parts) -> tuple[str, Weights]:
         weights[f"{stem}.weight"] = _fitting(parts, stem, schemes, _packed)
     for stem in parts.ending_in(".weight_scale"):
         if f"{stem}.weight" not in weights:
+            if "pack" in form and f"{stem}.weight" not in parts.tensors:
+                raise parts.lacking(f"{stem}.weight_packed")
             weights[f"{stem}.weight"] = _fitting(parts, stem, schemes, _scaled_by_settings)
     return f"compressed-tensors ({form})", weights
 
@@ -78,10 +80,16 @@ def _fitting(
     if len(schemes) == 1:
         return make(parts, stem, schemes[0])
     made: dict[Hashable, Dequantised] = {}
+    problems: list[SourceError | UnsupportedError] = []
     for scheme in schemes:
-        with suppress(SourceError, UnsupportedError):
+        try:
             weight = make(parts, stem, scheme)
+        except (SourceError, UnsupportedError) as error:
+            problems.append(error)
+        else:
             made.setdefault(weight.encoding, weight)
+    if not made and (lacked := next((error for error in problems if error in parts.lacked), None)):
+        raise lacked  # a group that fits, but for this tensor
     if len(made) != 1:
         raise parts.wrong(f"'{stem}.weight' fits {'several' if made else 'none'} of the config_groups")
     return next(iter(made.values()))
@@ -96,7 +104,26 @@ def _scaled_by_settings(parts: Parts, stem: str, settings: Mapping[str, Any]) ->
         block = [1, settings.get("group_size")]
     stored = parts.tensors[f"{stem}.weight_scale"]
     dtype = BFLOAT16 if stored.dtype == np.uint8 else None  # MXFP8
-    return with_scales(parts, f"{stem}.weight", f"{stem}.weight_scale", block, dtype=dtype)
+    zeros = _zeros_of_codes(parts, stem, settings)
+    made = with_scales(parts, f"{stem}.weight", f"{stem}.weight_scale", block, dtype=dtype, zeros=zeros)
+    if _is_reordered(settings):
+        index, size = f"{stem}.weight_g_idx", settings["group_size"]  # it fits the scales
+        if order_of_groups(parts, index, made.shape[-1], size, needed=True) is not None:
+            raise parts.unknown("actorder", settings["actorder"])
+    return made
+
+
+def _zeros_of_codes(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Tensor | None:
+    """Return the zero points of codes that are not packed."""
+    name = f"{stem}.weight_zero_point"
+    if not settings.get("symmetric", True):
+        return parts.need(name, None, kinds="iu")
+    return parts.get(name)
+
+
+def _is_reordered(settings: Mapping[str, Any]) -> bool:
+    """Whether groups are in the order of activations, which only a stored index tells."""
+    return settings.get("strategy") == "group" and settings.get("actorder") in ("group", "dynamic", True)
 
 
 def _packed(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Dequantised:
@@ -124,7 +151,7 @@ def _packed(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Dequantised
     zeros = None
     if not settings.get("symmetric", True):
         zeros = parts.need(f"{stem}.weight_zero_point", (-(-rows * bits // 32), n_groups), kinds="i")
-    groups = order_of_groups(parts, f"{stem}.weight_g_idx", columns, size)
+    groups = order_of_groups(parts, f"{stem}.weight_g_idx", columns, size, needed=_is_reordered(settings))
     return PackedRows((rows, columns), dtype_of_weights(scales), codes, scales, bits, size, zeros, groups)
 
 

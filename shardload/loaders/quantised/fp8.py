@@ -33,11 +33,13 @@ def fp8(parts: Parts) -> tuple[str, Weights]:
     return "FP8" + (f" (blocks of {block[0]}x{block[1]})" if block else ""), weights
 
 
-def with_scales(parts: Parts, name: str, scale: str, block: Any, *, dtype: np.dtype[Any] | None) -> Dequantised:
+def with_scales(
+    parts: Parts, name: str, scale: str, block: Any, *, dtype: np.dtype[Any] | None, zeros: Tensor | None = None
+) -> Dequantised:
     """Return the weight ``name`` of 8-bit codes, with the scales that the tensor ``scale`` has: a matrix, or experts.
 
     ``block`` says how many rows and columns share a scale; ``None``: a row of a matrix, or all of it. ``dtype`` is what
-    weights are rounded to; ``None``: that of the scales.
+    weights are rounded to; ``None``: that of the scales. ``zeros`` are subtracted from the codes.
     """
     codes = parts.need(name, None, kinds="if")
     if codes.dtype.itemsize != 1 or len(codes.shape) not in (2, 3):
@@ -52,7 +54,6 @@ def with_scales(parts: Parts, name: str, scale: str, block: Any, *, dtype: np.dt
     if scales.shape not in allowed:
         expected = " or ".join(map(str, sorted(allowed)))
         raise parts.wrong(f"{scale!r} has the shape {scales.shape} for codes of {codes.shape}, expected {expected}")
-    zeros = parts.get(f"{name}_zero_point")
     if zeros is not None and (zeros.shape != scales.shape or zeros.dtype.kind not in "iu"):
         raise parts.wrong(f"'{name}_zero_point' is {zeros.dtype} of {zeros.shape}, expected integers of {scales.shape}")
     dtype = dtype or dtype_of_weights(scales)

@@ -32,11 +32,13 @@ def gptq(parts: Parts) -> tuple[str, Weights]:
     if (word := parts.settings.get("pack_dtype", "int32")) != "int32":
         raise parts.unknown("pack_dtype", word)
     bits = _bits(parts, (2, 3, 4, 8))
-    made: Weights = {
-        f"{stem}.weight": _columns(parts, stem, bits, zeros_less_one=form == "gptq")
-        for stem in parts.ending_in(".qweight")
-    }
-    return f"GPTQ ({plural(bits, 'bit')})", made
+    stems = list(parts.ending_in(".qweight", ".qzeros"))
+    made = {stem: _columns(parts, stem, bits, zeros_less_one=form == "gptq") for stem in stems}
+    # With desc_act, groups are in no order. Without it, some writers leave them out; settings may be wrong, though.
+    if parts.settings.get("desc_act") or any(weight.groups is not None for weight in made.values()):
+        for stem in stems:
+            parts.need(f"{stem}.g_idx", None, kinds="i")
+    return f"GPTQ ({plural(bits, 'bit')})", {f"{stem}.weight": weight for stem, weight in made.items()}
 
 
 def awq(parts: Parts) -> tuple[str, Weights]:
@@ -46,7 +48,8 @@ def awq(parts: Parts) -> tuple[str, Weights]:
     if form != "gemm":
         raise parts.unknown("version", form)
     bits = _bits(parts, (4,))
-    made: Weights = {f"{stem}.weight": _columns(parts, stem, bits, is_awq=True) for stem in parts.ending_in(".qweight")}
+    stems = parts.ending_in(".qweight", ".qzeros")
+    made: Weights = {f"{stem}.weight": _columns(parts, stem, bits, is_awq=True) for stem in stems}
     return f"AWQ ({plural(bits, 'bit')})", made
 
 

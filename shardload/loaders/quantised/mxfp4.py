@@ -23,7 +23,8 @@ _GROUP = 32
 def mxfp4(parts: Parts) -> tuple[str, Weights]:
     """Return the format's name and the weights of GPT-OSS' checkpoints."""
     parts.check_known(parts.settings, _SETTINGS)
-    return "MXFP4", {stem: _experts(parts, stem) for stem in parts.ending_in("_blocks")}
+    scales = [stem for stem in parts.ending_in("_scales") if parts.tensors[f"{stem}_scales"].dtype == np.uint8]
+    return "MXFP4", {stem: _experts(parts, stem) for stem in dict.fromkeys([*parts.ending_in("_blocks"), *scales])}
 
 
 def _experts(parts: Parts, stem: str) -> FusedExperts:

@@ -27,10 +27,13 @@ class Parts:
         self.manifest, self.settings = manifest, settings
         self.tensors = manifest.tensors
         self.used: set[str] = set()
+        self.lacked: list[SourceError] = []
+        """Errors about tensors that are missing."""
 
-    def ending_in(self, ending: str) -> Iterator[str]:
-        """Yield what precedes ``ending`` in each tensor's name that has it."""
-        yield from [name.removesuffix(ending) for name in self.tensors if name.endswith(ending)]
+    def ending_in(self, *endings: str) -> Iterator[str]:
+        """Yield what precedes one of the endings in each tensor's name that has it, once for each."""
+        found = [name.removesuffix(end) for end in endings for name in self.tensors if name.endswith(end)]
+        yield from dict.fromkeys(found)
 
     def get(self, name: str) -> Tensor | None:
         """Return a tensor if there is one of this name."""
@@ -42,7 +45,7 @@ class Parts:
         """Return a tensor of this shape (any, if ``None``) and of one of these kinds of dtypes (i, u, f)."""
         found = self.get(name)
         if found is None:
-            raise self.wrong(f"it lacks {name!r}")
+            raise self.lacking(name)
         if not isinstance(found.storage, Extent) or _kind(found.dtype) not in kinds:
             raise self.wrong(f"{name!r} is stored as {found.dtype}")
         if not found.size:
@@ -57,6 +60,11 @@ class Parts:
         if found.size != 1 or found.dtype != np.float32:
             raise self.wrong(f"{name!r} is {found.dtype} of {found.shape}, expected one float32")
         return found
+
+    def lacking(self, name: str) -> SourceError:
+        """Return the error for a tensor that a weight needs and that is not there."""
+        self.lacked.append(error := self.wrong(f"it lacks {name!r}"))
+        return error
 
     def wrong(self, what: str) -> SourceError:
         """Return the error for tensors that do not make up a weight."""
@@ -91,9 +99,12 @@ def exponents(parts: Parts, stored: Tensor) -> Tensor:
     return replace(stored, dtype=np.dtype(ml_dtypes.float8_e8m0fnu))
 
 
-def order_of_groups(parts: Parts, name: str, columns: int, size: int) -> Tensor | None:
-    """Return the tensor with the group of each column, if there is one and the groups are not in order."""
-    if name not in parts.tensors:
+def order_of_groups(parts: Parts, name: str, columns: int, size: int, *, needed: bool = False) -> Tensor | None:
+    """Return the tensor with the group of each column; ``None`` if the groups are in order.
+
+    They are in order where there is no such tensor; if it is ``needed``, they are not, and one must be there.
+    """
+    if name not in parts.tensors and not needed:
         return None
     stored, n_groups = parts.need(name, (columns,), kinds="i"), -(-columns // size)
     found = read(stored)
