@@ -158,6 +158,28 @@ def test_an_index_of_int8_groups_is_refused_if_they_are_not_in_order(tmp_path):
         shardload.plan(damaged(folder, lambda tensors: grouped(-1, tensors)))
 
 
+@pytest.mark.parametrize("method", ["packed 4 asymmetric", "packed 8 in another order", "int8 asymmetric"])
+def test_zero_points_of_symmetric_weights_are_a_contradiction(method, tmp_path):
+    folder = with_weights(write(tmp_path, method), symmetric=True)
+    for options in ({}, {"strict": False}):
+        with pytest.raises(
+            SourceError, match=r"config_groups say that .* is symmetric, .* 'model.*weight_zero_point'"
+        ) as raised:
+            shardload.load(folder, **options)
+        assert "ignore" not in str(raised.value)
+
+
+def test_zero_points_of_zero_are_none(tmp_path):
+    folder = with_weights(write(tmp_path, "int8 asymmetric"), symmetric=True)
+
+    def zeroed(tensors):
+        tensors |= {name: value * 0 for name, value in tensors.items() if name.endswith("_zero_point")}
+
+    expected = shardload.load(without(damaged(folder, zeroed), "weight_zero_point", of_all=True), dtype="float32")
+    folder = with_weights(write(tmp_path, "int8 asymmetric"), symmetric=True)
+    assert len(expected.weights) == len(shardload.load(damaged(folder, zeroed), dtype="float32").weights)
+
+
 def test_of_several_groups_what_the_one_that_fits_lacks_is_named(tmp_path):
     folder = write(tmp_path, "packed 4 asymmetric")
     group = json.loads((folder / "config.json").read_text())[OPTION]["config_groups"]["group_0"]

@@ -114,11 +114,18 @@ def _scaled_by_settings(parts: Parts, stem: str, settings: Mapping[str, Any]) ->
 
 
 def _zeros_of_codes(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Tensor | None:
-    """Return the zero points of codes that are not packed."""
+    """Return the zero points of codes that are not packed; of symmetric weights, all may be 0."""
     name = f"{stem}.weight_zero_point"
     if not settings.get("symmetric", True):
         return parts.need(name, None, kinds="iu")
-    return parts.get(name)
+    if parts.get(name) is not None and read(parts.need(name, None, kinds="iuf")).any():
+        raise _contradiction(parts, name)
+    return None
+
+
+def _contradiction(parts: Parts, name: str) -> SourceError:
+    weight = name.removesuffix("_zero_point")
+    return parts.wrong(f"its config_groups say that {weight!r} is symmetric, but it has {name!r}")
 
 
 def _is_reordered(settings: Mapping[str, Any]) -> bool:
@@ -151,6 +158,8 @@ def _packed(parts: Parts, stem: str, settings: Mapping[str, Any]) -> Dequantised
     zeros = None
     if not settings.get("symmetric", True):
         zeros = parts.need(f"{stem}.weight_zero_point", (-(-rows * bits // 32), n_groups), kinds="i")
+    elif f"{stem}.weight_zero_point" in parts.tensors:
+        raise _contradiction(parts, f"{stem}.weight_zero_point")
     groups = order_of_groups(parts, f"{stem}.weight_g_idx", columns, size, needed=_is_reordered(settings))
     return PackedRows((rows, columns), dtype_of_weights(scales), codes, scales, bits, size, zeros, groups)
 
