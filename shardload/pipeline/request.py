@@ -289,8 +289,9 @@ class LoadRequest(_Building):
         _ = self.warming, self.quantisation, self.adapters
         if self.keeps_codes and self.adapters:
             raise UsageError(
-                "Cannot use adapter with quantized='keep': it is merged into floats. Load the folder without adapter, "
-                "then call shardload.load_adapter(model, folder), or leave out quantized"
+                "Cannot use adapter with quantized='keep': it is merged into floats. Leave out quantized='keep' "
+                "(--quantized keep); with quantize='int4' (--quantize int4), the merged weights are packed again. "
+                "shardload.load_adapter puts LoRA only onto layers that Keras keeps in int4, not in GPTQ's mode"
             )
 
 

@@ -258,6 +258,17 @@ def test_arguments_that_exclude_each_other(tmp_path):
         shardload.load(folder, quantized="packed")
 
 
+def test_an_adapter_is_merged_into_what_is_not_kept(tmp_path):
+    folder = write(tmp_path / "base", "gptq 4 in another order", "qwen2", intermediate_size=48)
+    adapter = peft_folders.write(tmp_path / "adapter", folder, ["down_proj"])
+    with pytest.raises(UsageError, match=r"Leave out quantized='keep' .* with quantize='int4' .* not in GPTQ's mode"):
+        keep(folder, adapter=adapter)
+    plain = shardload.load(folder / "plain", adapter=adapter, dtype="float32").get_weights()
+    merged = shardload.load(folder, adapter=adapter, dtype="float32").get_weights()
+    assert all(map(np.array_equal, merged, plain))
+    assert shardload.load(folder, adapter=adapter, quantize="int4")
+
+
 def test_folders_without_codes(tmp_path):
     folder = write(tmp_path, "packed 4")
     with pytest.raises(UnsupportedError, match=r"it has no weights that are quantised .* Leave out quantized='keep'"):
