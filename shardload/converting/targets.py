@@ -64,8 +64,8 @@ def target_of(path: Path, to: str | None) -> str:
         )
     if to is None and not is_file:
         raise UsageError(
-            f"Cannot tell the format of {path.name}. {without_ending(path)} to='safetensors', 'orbax' or 'h5' (--to), "
-            f"or name it {target_stem(path)}{ENDING}"
+            f"Cannot tell the format of {path.name}. {without_ending(path)} to='preset', 'safetensors' or 'orbax' "
+            f"(--to), or name it {target_stem(path)}{ENDING}"
         )
     if added := next((s for s in specs() if s.write_file is not None and s.endings and s.name == to), None):
         raise UsageError(f"Cannot write {path.name} with to={to!r}: name it {target_stem(path)}{added.endings[0]}")
@@ -192,6 +192,7 @@ def _safetensors(
     from shardload.loaders import safetensors
 
     backbone = source.backbone
+    transformers.require_floats(backbone)
     config, manifest, places = _layout(source, dtypes, dtype)
     tensors = transformers.wanted(places, manifest.tensors, dtypes)
     if whole_numbers := [t for t in tensors.values() if not is_float(t.dtype)]:

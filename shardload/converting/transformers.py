@@ -74,8 +74,8 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
     if (key := differing(backbone, again)) is not None:
         wanted, found = backbone.get_config()[key], again.get_config().get(key)
         raise NoPlaceError(
-            f"Cannot describe {kind} with {key}={wanted!r} in a Hugging Face configuration: KerasHub would read "
-            f"{key}={found!r}"
+            f"Cannot describe {kind} with {key}={wanted!r:.200} in a Hugging Face configuration: KerasHub would read "
+            f"{key}={found!r:.200}"
         )
     # Settings of layers are in no backbone's configuration; `unlike` notes those that loading sets.
     if large := [d for d in fields.differences(config, backbone) if d.fix is None]:
@@ -213,7 +213,7 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
     ``manifest``: the tensors of such a checkpoint, as `stand_in` derives them from a configuration, or as a folder has
     them, which may also have tensors outside of the model. ``leave_out``: ``id`` of variables that are not written.
     """
-    _require_floats(model)
+    require_floats(model)
     mapping, declared = map_hub(model, manifest), _declared(backbone_of(model), manifest)
     known = {id(place.variable) for place in declared} | derived_from_others(backbone_of(model))
     computed = [c.owner for c in mapping.computed if not all(id(v) in known for v in c.variables)]
@@ -243,12 +243,14 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
     return tuple(place for name in stored for place in by_tensor[name])
 
 
-def _require_floats(model: Any) -> None:
+def require_floats(model: Any) -> None:
+    """Raise `NoPlaceError` if a layer of the model is quantised: Hugging Face's tensors are floats."""
     for layer in own_layers(model):
         if (mode := getattr(layer, "quantization_mode", None)) is not None:
             raise NoPlaceError(
                 f"Cannot write {type(backbone_of(model)).__name__} for Hugging Face: its layer {layer.path!r} is "
-                f"quantised ({mode})"
+                f"quantised ({mode})",
+                instead=("orbax",),
             )
 
 

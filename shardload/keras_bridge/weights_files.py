@@ -84,10 +84,12 @@ def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (
             # Keras casts, and each value stays of its kind.
             want, has = keys.get(key), found[path].get(key)
             if want is None or has is None or want[0] != has[0] or is_float(want[1]) != is_float(has[1]):
+                problem = f"it would find {_form(has)} at {dataset(path, key)!r}, expected {_form(want)}"
+                if want is not None and has is not None and is_float(want[1]) > is_float(has[1]):
+                    problem += ", because the model's own configuration leaves out that this layer is quantised"
                 raise UnsupportedError(
-                    f"Cannot write {file.name} for Keras: it would find {_form(found[path].get(key))} at "
-                    f"{dataset(path, key)!r}, expected {_form(keys.get(key))}. Call Keras' save_weights of the model, "
-                    "or choose the format orbax; please report this model"
+                    f"Cannot write {file.name} for Keras: {problem}. Save a training step with shardload.save(model, "
+                    "directory, step=0), or call Keras' model.save_weights(path)"
                 )
 
 

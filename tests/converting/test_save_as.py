@@ -162,6 +162,11 @@ def test_other_families_go_back_to_the_folder_they_came_from(model_type, tmp_pat
     report = shardload.save_as(model, tmp_path / "out", to="safetensors")
     copied = "config.json, generation_config.json, tokenizer_config.json"
     assert report.notes[0] == f"{copied} for Hugging Face come from {source}"
+    (source / "generation_config.json").unlink()
+    (source / "tokenizer_config.json").unlink()
+    alone = shardload.save_as(model, tmp_path / "alone", to="safetensors")
+    assert alone.notes[0] == f"config.json for Hugging Face comes from {source}"
+    (source / "generation_config.json").write_text('{"top_k": 3}')
     assert [found.what for found in diff(source, tmp_path / "out").differences] == ["values"]
     assert equal(values(shardload.load(tmp_path / "out")), values(model))
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == b'{"top_k": 3}'
@@ -214,6 +219,24 @@ def test_a_model_that_keras_cannot_describe(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["own.weights.h5"]
     other.load_weights(tmp_path / "own.weights.h5")
     assert equal(values(other), values(model))
+
+
+@pytest.mark.parametrize("mode", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma3, vision", "blip-2, opt"])
+def test_what_a_quantised_model_cannot_be_saved_as_names_ways_that_work(name, mode, tmp_path):
+    """KerasHub's configurations of these leave out that layers of the vision tower are quantised."""
+    fixture = folders.read_family(name.partition(",")[0])[name]
+    model = shardload.load(folders.build(fixture, tmp_path / "hf"), mesh="1x2", quantize=mode)
+    layer = r"because the model's own configuration leaves out that this layer is quantised\."
+    for to, why in (("preset", layer), ("safetensors", rf"is quantised \({mode}.*\)\.")):
+        with pytest.raises(UnsupportedError, match=why) as found:
+            shardload.save_as(model, tmp_path / "out", to=to)
+        assert "shardload.save(model, directory, step=0)" in str(found.value)
+        assert not re.search("orbax|please report|format preset", str(found.value))
+        assert len(str(found.value)) < 600
+    shardload.save(model, tmp_path / "steps", step=0)
+    assert equal(values(shardload.load(tmp_path / "steps", mesh="2x2")), values(model))
+    model.save_weights(tmp_path / "out.weights.h5")
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
