@@ -294,6 +294,13 @@ _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SYSTEM = frozenset({*_LIMITS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
+def reason_text(error: BaseException) -> str:
+    """Return the text of another package's error for a message, without a period; of a `KeyError`, what is lacking."""
+    if isinstance(error, KeyError):
+        return f"the entry {error} is missing"
+    return (str(error) or type(error).__name__).rstrip(".")
+
+
 def is_of_system(error: BaseException) -> bool:
     """Whether a limit of the system or the disk (full, read-only) caused an error: then no file is to blame."""
     return errno_of(error) in _SYSTEM

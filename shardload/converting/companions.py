@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import UnsafeSourceError, UnsupportedError, WriteError, is_of_system
+from shardload.errors import UnsafeSourceError, UnsupportedError, WriteError, is_of_system, reason_text
 from shardload.families.parts.gguf import GgufTokenizer
 from shardload.families.registry import exports, families, model_type_of
 from shardload.hub import kerashub
@@ -202,7 +202,7 @@ def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> 
         if is_of_system(error):
             raise
         kept = f"the preset has no tokenizer, only its files in {TRANSFORMERS}/"
-        return Preprocessing(notes=(f"{kept}: KerasHub cannot read them: {error}",))
+        return Preprocessing(notes=(f"{kept}: KerasHub cannot read them: {reason_text(error)}",))
 
 
 def write_description(model: Any, found: Preprocessing, folder: Path) -> None:

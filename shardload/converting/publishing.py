@@ -269,7 +269,9 @@ def tensor_digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
     return str(found.hexdigest())
 
 
-def _exists(target: Path) -> WriteError:
+def _exists(target: Path, *, is_replaceable: bool = True) -> WriteError:
+    if not is_replaceable:
+        return WriteError(f"{target} already exists, and is no checkpoint that can be replaced. Choose another name")
     return WriteError(f"{target} already exists. Replace it with overwrite=True (--overwrite), or choose another name")
 
 
@@ -289,14 +291,15 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
     """Raise `WriteError` if the target exists and may not be replaced. ``folder``: whether the result is a folder."""
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
+    # overwrite= is only suggested where it would help. A dangling link does not exist() and leads to nothing to lose.
+    is_replaceable = not target.exists() or (_is_checkpoint(target) and (folder or not target.is_dir()))
     if not overwrite:
-        raise _exists(target)
+        raise _exists(target, is_replaceable=is_replaceable)
     if target.is_dir() and not folder:
         raise WriteError(
             f"Cannot replace {target}: it is a folder, and the result is a file. Remove it, or choose another name"
         )
-    # A dangling link does not exist() and leads to nothing that could be lost.
-    if target.exists() and not _is_checkpoint(target):
+    if not is_replaceable:
         raise WriteError(f"Cannot replace {target}: it is not a checkpoint. Remove it yourself, or choose another name")
 
 

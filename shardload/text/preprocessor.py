@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardload.errors import UnsupportedError
+from shardload.errors import UnsupportedError, reason_text
 from shardload.families.parts.gguf import GgufTokenizer
 from shardload.hub import kerashub
 from shardload.keras_bridge.caller import warn_caller
@@ -106,7 +106,7 @@ class TextInput:
         except Exception as error:
             _log.info("No preprocessor for %s: %s", manifest.source, error)
             if has_vocabulary and not kerashub.lacks_tensorflow(cls):
-                return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {_INSTEAD}"
+                return f"KerasHub's {cls.__name__} cannot read the tokenizer: {reason_text(error)}. {_INSTEAD}"
         return _lacks_tensorflow(cls) if (has_vocabulary or was_saved) and kerashub.lacks_tensorflow(cls) else None
 
 

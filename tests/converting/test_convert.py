@@ -279,7 +279,11 @@ def test_a_finished_part_outlives_a_target_that_is_taken(tmp_path):
 def test_arguments_that_cannot_be(presets, tmp_path):
     preset = presets["gemma2_9b"]
     for target, options, match in (
-        (tmp_path / "out", {}, "Cannot tell the format of out"),
+        (
+            tmp_path / "out",
+            {},
+            r"Cannot tell the format of out. Pass to='preset', 'safetensors' or 'orbax' \(--to\), or",
+        ),
         (tmp_path / "out", {"to": "gguf"}, "Cannot convert with to='gguf': expected one of preset, h5"),
         (tmp_path / "out.weights.h5", {"to": "orbax"}, "the name is that of a Keras file"),
         (preset / "out", {"to": "orbax"}, "one contains the other"),
@@ -288,6 +292,19 @@ def test_arguments_that_cannot_be(presets, tmp_path):
         with pytest.raises(UsageError, match=match):
             shardload.convert(preset, target, **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_no_checkpoint_is_never_said_to_be_replaceable(overwrite, presets, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    match = "out already exists, and is no checkpoint that can be replaced. Choose another name"
+    match = r"Cannot replace .*out: it is not a checkpoint. Remove it yourself" if overwrite else match
+    with pytest.raises(WriteError, match=match):
+        shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="safetensors", overwrite=overwrite)
+    with pytest.raises(WriteError, match=match):
+        shardload.save_as(shardload.load(presets["gemma2_9b"]), tmp_path / "out", to="preset", overwrite=overwrite)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
 def test_a_configuration_hugging_face_cannot_say_is_refused(presets, tmp_path):

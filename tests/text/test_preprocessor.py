@@ -1,5 +1,6 @@
 """Text from a model with KerasHub's preprocessor, and with the tokenizer of any source, without TensorFlow."""
 
+import json
 import os
 import subprocess
 import sys
@@ -160,6 +161,20 @@ def test_a_folder_s_tokenizer_that_keras_hub_cannot_read(tmp_path):
     (source / "tokenizer.json").write_text("{}")
     [note] = [note for note in shardload.report(shardload.load(source)).notes if "preprocessor" in note]
     assert "KerasHub's GemmaCausalLMPreprocessor cannot read the tokenizer: `tokenizer.model` doesn't exist" in note
+
+
+def test_an_entry_that_a_folder_s_tokenizer_lacks_is_named(tmp_path):
+    source = synth("llama3.2_1b", scale=0.02, directory=tmp_path, format="safetensors")
+    described = {
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+        "added_tokens": [],
+    }
+    (source / "tokenizer.json").write_text(json.dumps(described))
+    (source / "tokenizer_config.json").write_text("{}")
+    [note] = [note for note in shardload.report(shardload.load(source)).notes if "preprocessor" in note]
+    assert "cannot read the tokenizer: the entry 'bos_token' is missing." in note
+    notes = shardload.convert(source, tmp_path / "out", to="preset").notes
+    assert any("KerasHub cannot read them: the entry 'bos_token' is missing" in note for note in notes)
 
 
 def test_a_folder_s_is_as_keras_hub_makes_it(tmp_path):
