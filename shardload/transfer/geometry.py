@@ -319,9 +319,12 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
     inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]
     # Cutting at the innermost dim with such a gap leaves none inside a box, not even of an outer dim.
     gap = max((d for d in dims if shape[d] > 1 and strides[d] - inner[d] >= skip), default=-1)
-    if span(shape, strides) <= limit:
+    # Whole rows: if this box stays whole and the rest of its rows does not fit with it, both would read the same bytes.
+    outer = next((d for d in dims if shape[d] > 1), -1)
+    whole_rows = shape[outer] * strides[outer] if outer >= 0 and strides[outer] >= inner[outer] else 0
+    if max(span(shape, strides), whole_rows) <= limit:
         return gap, 1
-    level = next(d for d in dims if inner[d] <= limit)
+    level = next(d for d in dims if shape[d] > 1 and inner[d] <= limit)
     if gap >= level:
         return gap, 1
     stride = strides[level]

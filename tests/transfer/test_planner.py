@@ -66,6 +66,15 @@ def test_cut_of_a_permuted_tensor_ascends_without_gaps(order, limit):
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
 
 
+@given(st.integers(1, 6), st.integers(2, 6), st.integers(0, 40))
+def test_columns_of_a_matrix_are_cut_at_the_same_rows(rows, width, more):
+    """Else two of them read the same bytes, where both together do not fit into a block."""
+    parts = [(a, b) for a, b in itertools.combinations(range(width + 1), 2)]
+    views = [View("t", a, (rows, b - a), (width, 1)) for a, b in parts]
+    cuts = [list(cut(Ordered.of(v, Bounds.whole(v.shape)), limit=width + more, skip=1000)) for v in views]
+    assert len({tuple((box.start[0], box.stop[0]) for box in boxes) for boxes in cuts}) == 1
+
+
 def test_blocks_are_in_file_order_whatever_the_order_of_targets():
     manifest = manifest_of({"a": (64, 64), "b": (8,), "c": (128, 32)})
     plan = plan_transfers(manifest, [target(manifest, n) for n in "cab"], host_memory_bytes=1 << 20, block_bytes=1024)
