@@ -249,8 +249,7 @@ def require_floats(model: Any) -> None:
         if (mode := getattr(layer, "quantization_mode", None)) is not None:
             raise NoPlaceError(
                 f"Cannot write {type(backbone_of(model)).__name__} for Hugging Face: its layer {layer.path!r} is "
-                f"quantised ({mode})",
-                instead=("orbax",),
+                f"quantised ({mode})"
             )
 
 

@@ -232,7 +232,7 @@ def test_what_a_quantised_model_cannot_be_saved_as_names_ways_that_work(name, mo
         with pytest.raises(UnsupportedError, match=why) as found:
             shardload.save_as(model, tmp_path / "out", to=to)
         assert "shardload.save(model, directory, step=0)" in str(found.value)
-        assert not re.search("orbax|please report|format preset", str(found.value))
+        assert not re.search("orbax|please report", str(found.value))
         assert len(str(found.value)) < 600
     shardload.save(model, tmp_path / "steps", step=0)
     assert equal(values(shardload.load(tmp_path / "steps", mesh="2x2")), values(model))
