@@ -304,7 +304,7 @@ def test_a_folder_older_than_some_keys_has_the_defaults_of_transformers(tmp_path
         assert shardload.load(folder, mesh="1x1").get_config() | {"name": ""} == now.get_config() | {"name": ""}
 
 
-@pytest.mark.parametrize("model_type", sorted({*CHECKED, "dinov3_vit"} - {"gemma3", "blip-2"}))
+@pytest.mark.parametrize("model_type", sorted({*CHECKED, "dinov3_vit"} - {"gemma3", "gemma3n", "blip-2"}))
 def test_every_field_may_be_left_out_that_has_a_default(model_type):
     needed = {"vocab_size": 33, "pad_token_id": 1} if model_type == "esm" else {}
     manifest = described_by({"model_type": model_type, **needed})
