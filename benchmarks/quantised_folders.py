@@ -11,6 +11,7 @@ live arrays per device.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -174,6 +175,7 @@ def child(folder: str, **options: Any) -> dict[str, Any]:
     plan = shardload.plan(folder, mesh="1x8", dtype="bfloat16", **options)
     # Their first use imports and compiles.
     shardload.load(next(Path(folder).parent.glob("warm-*")), mesh="1x8", dtype="bfloat16", **options)
+    gc.collect()  # of the model that has just been loaded
     warm_memory(2 << 30)
     before, read_before, peak, ended = resident(), _read_bytes(), 0, threading.Event()
 
