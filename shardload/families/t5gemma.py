@@ -73,8 +73,8 @@ def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
     return {
         "model_type": "t5gemma",
         "architectures": ["T5GemmaForConditionalGeneration"],
-        "encoder": _exported_part(backbone, "encoder"),
-        "decoder": _exported_part(backbone, "decoder")
+        "encoder": exported_part(backbone, "encoder"),
+        "decoder": exported_part(backbone, "decoder")
         | {"cross_attention_hidden_size": backbone.encoder_hidden_dim, "is_decoder": True},
         "vocab_size": backbone.vocabulary_size,
         "dropout_rate": backbone.dropout_rate,
@@ -83,7 +83,9 @@ def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
     }
 
 
-def _exported_part(backbone: Any, part: str) -> dict[str, Any]:
+def exported_part(backbone: Any, part: str) -> dict[str, Any]:
+    """Return the configuration of a backbone's ``encoder`` or ``decoder`` (``part``), as T5Gemma has it."""
+
     def of_part(name: str) -> Any:
         return getattr(backbone, f"{part}_{name}")
 

@@ -23,7 +23,7 @@ from shardload.families.parts.images import (
 from shardload.families.parts.rope import FULL, SLIDING, Rotary, rotation
 from shardload.families.parts.tensors import DECODER_FIELDS, TensorSpec
 from shardload.families.record import NO_GGUF, Family, ModelType
-from shardload.families.t5gemma import layer_tensors
+from shardload.families.t5gemma import exported_part, layer_tensors
 
 _ROTARY = Rotary(1e6, sliding_theta=1e4)
 _OF_THE_DECODER = (*("rms_norm_eps", "query_pre_attn_scalar", "hidden_activation", "sliding_window"),)
@@ -126,33 +126,15 @@ def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
 
 
 def _exported_part(backbone: Any, part: str, *, rope: str) -> dict[str, Any]:
-    def of_part(name: str) -> Any:
-        return getattr(backbone, f"{part}_{name}")
-
     factor = getattr(backbone, f"{rope}global_rope_scaling_factor")
-    return {
+    found = exported_part(backbone, part) | {
         "model_type": "t5gemma2_text" if part == "encoder" else "t5gemma2_decoder",
-        "vocab_size": backbone.vocabulary_size,
-        "hidden_size": of_part("hidden_dim"),
-        "intermediate_size": of_part("intermediate_dim"),
-        "num_hidden_layers": of_part("num_layers"),
-        "num_attention_heads": of_part("num_attention_heads"),
-        "num_key_value_heads": of_part("num_key_value_heads"),
-        "head_dim": of_part("head_dim"),
-        "layer_types": list(of_part("layer_types")),
         "hidden_activation": _GELU.get(backbone.hidden_activation, backbone.hidden_activation),
-        "rms_norm_eps": backbone.rms_norm_eps,
-        "query_pre_attn_scalar": backbone.query_pre_attn_scalar,
-        "attention_bias": backbone.attention_bias,
-        "attention_dropout": backbone.attention_dropout,
-        "dropout_rate": backbone.dropout_rate,
-        "initializer_range": backbone.initializer_range,
-        "sliding_window": backbone.sliding_window,
-        "attn_logit_softcapping": backbone.attn_logit_softcapping,
-        "final_logit_softcapping": backbone.final_logit_softcapping,
         "rope_parameters": _rope(factor, getattr(backbone, f"{rope}rope_max_wavelength")),
         "tie_word_embeddings": backbone.tie_word_embeddings,
     }
+    del found["rope_theta"]
+    return found
 
 
 def _rope(factor: float, sliding: float) -> dict[str, Any]:
