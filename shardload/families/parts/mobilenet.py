@@ -15,10 +15,11 @@ _EDGES = (128, 128, 128)
 """Channels of the first stage's blocks, which widen by a convolution of 3x3."""
 _DEPTHWISE = {
     1: (256, 6, ((3, 5), (5, 0), (3, 0), (5, 0), (3, 0))),
-    2: (640, 6, ((5, 5), *((5, 0),) * 7)),
+    2: (640, 6, ((5, 5), *((5, 0),) * 7, (0, 0))),
     3: (1280, 6, ((5, 5),)),
 }
-"""Stage → channels, the factor by which its first block widens, and each block's two depthwise kernels (0: none)."""
+"""Stage → channels, the factor by which its first block widens, and each block's two depthwise kernels (0: none). Later
+blocks widen by 4, and one without a kernel does not widen."""
 _ATTENDING = {2: (640, 14, 12 * 64, 64, 3), 3: (1280, 19, 16 * 96, 96, 0)}
 """Stage → channels, pairs of an attention and a block without depthwise kernels, widths of queries and of keys, and
 the kernel that shrinks keys and values (0: none)."""
@@ -38,8 +39,10 @@ def mobilenet_tensors(at: str) -> Iterator[TensorSpec]:
         before = channels
     for stage, (channels, factor, kernels) in _DEPTHWISE.items():
         for number, (start, mid) in enumerate(kernels):
-            widened = (4 if number else factor) * before
-            yield from _inverted(f"{at}.blocks.{stage}.{number}", (before, widened, channels), start=start, mid=mid)
+            times = factor if number == 0 else 4 if start else 1
+            yield from _inverted(
+                f"{at}.blocks.{stage}.{number}", (before, times * before, channels), start=start, mid=mid
+            )
             before = channels
         if stage in _ATTENDING:
             yield from _attending(f"{at}.blocks.{stage}", stage, first=len(kernels))
@@ -51,9 +54,6 @@ def mobilenet_tensors(at: str) -> Iterator[TensorSpec]:
 
 def _attending(at: str, stage: int, *, first: int) -> Iterator[TensorSpec]:
     channels, pairs, queries, keys, kernel = _ATTENDING[stage]
-    if kernel:  # only this stage begins with a block that does not widen
-        yield from _inverted(f"{at}.{first}", (channels, channels, channels))
-        first += 1
     for pair in range(pairs):
         block = f"{at}.{first + 2 * pair}"
         for name, width in (("key", keys), ("value", keys)):
