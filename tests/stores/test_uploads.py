@@ -1,6 +1,7 @@
 """Objects are written whole or not at all, under conditions, and again where a request failed."""
 
 import os
+import threading
 
 import pytest
 from bucket_server import bucket
@@ -109,17 +110,24 @@ def test_of_a_file_in_parts_only_the_failed_part_is_repeated(server, to, big):
 
 
 def test_an_interrupted_upload_leaves_no_parts(server, to, big):
-    asked = []
+    began, interrupted = threading.Event(), threading.Event()
 
     def check():
-        asked.append(1)
-        if len(asked) > 1:
+        if began.is_set():
+            interrupted.set()
             raise KeyboardInterrupt
 
-    server.faults["run/big"] = [500] * 3
+    def hold(handler, key):
+        if handler.command == "PUT":
+            began.set()
+            interrupted.wait(20)  # so that the upload is not over before it is interrupted
+        return False
+
+    big.write_bytes(os.urandom(40 * MIB))  # more parts than are sent at once
+    server.fault = hold
     with pytest.raises(KeyboardInterrupt):
         to.put_files({"big": big}, check=check)
-    assert not server.parts
+    assert not server.parts and not server.names()
 
 
 @pytest.mark.parametrize("code", [403, 404])
