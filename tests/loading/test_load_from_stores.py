@@ -13,6 +13,7 @@ import keras_hub
 import npz_format
 import numpy as np
 import pytest
+import quantised_folders
 from by_hand import check_same
 from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
 from object_server import ObjectServer
@@ -246,6 +247,26 @@ def test_hugging_face_models(kind, store, tmp_path):
     filled = keras_hub.models.Llama3Backbone.from_config(expected.get_config())
     shardload.load_weights(filled, place, mesh="1x2")
     check_same(filled, expected)
+
+
+@pytest.mark.parametrize("store", [MemoryStore, RemoteMemoryStore, VerifyingMemoryStore])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("packed 4 asymmetric", {"quantized": "keep"}),
+        ("gptq 4 in another order", {"quantized": "keep"}),
+        ("bitsandbytes int8", {"quantized": "keep"}),
+        ("nvfp4", {}),
+        ("fp8 blocks", {"quantize": "int4"}),
+    ],
+)
+def test_quantised_folders(method, options, store, tmp_path):
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64}
+    folder, _ = quantised_folders.write(tmp_path, method, architectures=["LlamaForCausalLM"], **sizes)
+    expected, found = (
+        shardload.load(source, task=False, mesh="1x2", **options) for source in (folder, store.copy_of(folder))
+    )
+    check_same(found, expected)
 
 
 def test_a_preset_folder(tmp_path):

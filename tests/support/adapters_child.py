@@ -39,5 +39,5 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", int(devices))
     if int(count) > 1:
         join(count, index, port)
-    for each in do.split(","):
+    for each in do.split("; "):
         tell(do=each, shards=shards_of(loaded(each, folder, mesh)))

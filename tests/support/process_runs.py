@@ -65,3 +65,16 @@ def told_by(*arguments, **named):
     """What each process of a `Run` that ends well told last."""
     with Run(*arguments, **named) as run:
         return run.finish()
+
+
+def shards_told(processes, mesh, ways, folder, *, module):
+    """The shards of all of 8 devices after each of several ways to load, as processes tell them that try all."""
+    arguments = (processes, 8 // processes, mesh, "; ".join(ways), folder)
+    with Run(*arguments, module=module) as run:
+        outputs = [one.communicate(timeout=240)[0] for one in run.started]
+    found = {}
+    for output in outputs:
+        for line in told(output):
+            found.setdefault(line["do"], {}).update(line["shards"])
+    assert found.keys() == set(ways) and all(len(shards) == 8 for shards in found.values()), outputs
+    return found
