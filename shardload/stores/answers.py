@@ -8,6 +8,7 @@ This module alone reads it. Addresses in it are cut off where they may be signed
 from __future__ import annotations
 
 import errno
+import html
 import http.client
 import math
 import os
@@ -16,13 +17,16 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from types import MappingProxyType
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from shardload.errors import SourceNotFoundError, TransferError, WriteError
 from shardload.stores.clients import certificates_file, endpoint_of
+from shardload.stores.tokens import TOKENS_VARIABLE, token_advice
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 CHARACTERS_SHOWN = 300
@@ -31,7 +35,6 @@ COPY_FIRST = (
     "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
     "read it there"
 )
-_LOG_IN = "No password can be given to an HTTP server here: copy it to this machine first"
 _ACCESS = {
     "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_NO_SIGN_REQUEST=YES for a public "
     "bucket",
@@ -136,8 +139,8 @@ class FailedTry:
     """The source of credentials that failed, in words; empty if the store itself was asked."""
 
     @classmethod
-    def of(cls, error: BaseException) -> FailedTry:
-        """Read what obstore says in an error."""
+    def of(cls, error: BaseException, *, secrets: Sequence[str] = ()) -> FailedTry:
+        """Read what obstore says in an error; ``secrets`` are left out if the server repeats them."""
         from obstore import exceptions
 
         if isinstance(error, TimeoutError):  # of this package, not of obstore
@@ -173,14 +176,15 @@ class FailedTry:
         cause = next((match[1] for pattern in _CAUSES if (match := pattern.search(details))), "")
         if found:
             text = f"HTTP status {found[1]}{found[2]}"
-            words = _words_of(body, besides=f"{found[1]}{found[2]}")
+            words = _words_of(_without(body, secrets), besides=f"{found[1]}{found[2]}")
             said = f"{text}: {words}" if words else text
             if request := _REQUEST_ID.search(body):
                 said += f" (request {request[1]})"
         elif cause:
             said = _IN_WORDS.get(cause, cause)
         else:
-            said = " ".join(_REQUEST.sub("", sentence).split())[:CHARACTERS_SHOWN] or type(error).__name__
+            words = _without(_REQUEST.sub("", sentence), secrets)
+            said = " ".join(words.split())[:CHARACTERS_SHOWN] or type(error).__name__
             if _NO_STORE.search(said):  # of S3 and GCS each has an ETag and a time, or is XML
                 said += ": the answers are not those of an object store, but perhaps a web page to log in"
         is_connection = "reqwest" in details
@@ -189,13 +193,6 @@ class FailedTry:
         code = ("no credentials" if is_final else "") if credentials else code
         options: dict[str, Any] = {"is_to_repeat": is_to_repeat, "credentials": credentials}
         return cls(said, status, code, cause, is_connection=is_connection, **options)
-
-    def without(self, query: str) -> FailedTry:
-        """Return the same without a query, which may be a signature, if the server repeats it."""
-        said = self.said
-        for text in (query, unquote(query)):
-            said = said.replace(text, "…") if text else said
-        return replace(self, said=said)
 
     @property
     def is_passing(self) -> bool:
@@ -218,6 +215,15 @@ class FailedTry:
         return self.status in (429, 503)
 
 
+def _without(text: str, secrets: Sequence[str]) -> str:
+    """Return a server's words without what nobody else is to see: a token, or a query, which may be a signature."""
+    # Before the words are cut to their length, which may leave a part of a secret.
+    forms = {form(secret) for secret in secrets if secret for form in (str, unquote, quote, html.escape)}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, "…")
+    return text
+
+
 def _words_of(body: str, *, besides: str) -> str:
     """Return what a server says in the body of a refusal, without what is in the status already."""
     message = _SAID.search(body)
@@ -225,8 +231,13 @@ def _words_of(body: str, *, besides: str) -> str:
     return " ".join(text.replace(besides, " ").split())[:CHARACTERS_SHOWN].rstrip(".")
 
 
-def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: float = 0.0) -> Exception:
-    """Build the error for a failed request, with its address, the server's message and a way to fix the problem."""
+def failure(
+    url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: float = 0.0, has_token: bool = False
+) -> Exception:
+    """Build the error for a failed request, with its address, the server's message and a way to fix the problem.
+
+    ``has_token`` if a token from the file that SHARDLOAD_TOKENS names was sent.
+    """
     scheme = url.partition(":")[0]
     endpoint = endpoint_of(scheme)
     where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
@@ -237,10 +248,12 @@ def failure(url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: f
     match found.code:
         case "missing":
             return SourceNotFoundError(f"There is no {where}: {found.said}. Check the address")
-        case "forbidden":
-            return ForbiddenError(f"{where} may not be read: {found.said}. {_access(scheme)}")
-        case "expired":
+        case "expired" if not has_token:
             return ForbiddenError(f"{where} may not be read: {found.said}. {_RENEW}")
+        case "forbidden" | "expired":
+            root = "/".join(url.split("/")[:3])
+            advice = _access(scheme) if scheme in _ACCESS else token_advice(root, was_sent=has_token)
+            return ForbiddenError(f"{where} may not be read: {found.said}. {advice}")
         case "changed":
             return changed(where)
         case "bad name":
@@ -289,7 +302,7 @@ def _without_credentials(where: str, scheme: str, found: FailedTry, tries: int, 
     repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
     return (
         f"Cannot get credentials for {where} from {found.credentials}: {found.said}{repeated}. Mend that source, or "
-        f"give others. {_ACCESS.get(scheme, _LOG_IN)}"
+        f"give others. {_ACCESS.get(scheme, COPY_FIRST)}"
     )
 
 
@@ -307,7 +320,7 @@ def _access(scheme: str, *, to_write: bool = False) -> str:
         rights = "s3:PutObject and s3:DeleteObject" if to_write else "s3:GetObject and s3:ListBucket"
         return f"The keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY were sent: grant them {rights}, or set others"
     if not to_write:
-        return _ACCESS.get(scheme, _LOG_IN)
+        return _ACCESS[scheme]
     # Without what concerns public buckets, which nobody may write to.
     return re.sub(r"(, or AWS_NO_SIGN|\. GOOGLE_SKIP).*", "", _ACCESS.get(scheme, "")) + ", and grant it write access"
 
@@ -323,7 +336,8 @@ def web_page(url: str, name: str) -> WebPageError:
     """Build the error for a server that sent a web page in place of a file, perhaps one to log in."""
     return WebPageError(
         f"{url}/{name} cannot be read: the server sent a web page, expected the file. It may be a page to log "
-        f"in: {_LOG_IN[0].lower()}{_LOG_IN[1:]}. Check the address"
+        f"in: if an HTTP server takes a token, {TOKENS_VARIABLE} gives it one; otherwise copy it to this machine "
+        "first. Check the address"
     )
 
 
@@ -348,22 +362,23 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(_NoRedirect(), urllib.request.HTTPSHandler(context=context))
 
 
-def page_of(address: str, limit: int) -> bytes | None:
+def page_of(address: str, limit: int, *, headers: Mapping[str, str] = MappingProxyType({})) -> bytes | None:
     """Read a web page of at most ``limit`` bytes; ``None`` if it is longer, or cannot be read."""
     try:
-        with _opener().open(address, timeout=_PROBE_S) as answer:
+        request = urllib.request.Request(address, headers=dict(headers))
+        with _opener().open(request, timeout=_PROBE_S) as answer:
             found: bytes = answer.read(limit + 1)
             return found if len(found) <= limit else None
     except (OSError, ValueError, http.client.HTTPException):
         return None
 
 
-def pause_asked(address: str) -> float:
+def pause_asked(address: str, *, headers: Mapping[str, str] = MappingProxyType({})) -> float:
     """Return how many seconds a busy server asks to wait, by ``Retry-After``; 0 if it does not say.
 
     obstore does not show the headers of a refusal, so one byte is asked for without it. ``address`` may be signed.
     """
-    request = urllib.request.Request(address, headers={"Range": "bytes=0-0"})
+    request = urllib.request.Request(address, headers={**headers, "Range": "bytes=0-0"})
     try:
         with _opener().open(request, timeout=_PROBE_S):
             return 0.0

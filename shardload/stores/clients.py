@@ -4,7 +4,7 @@ Credentials come from the standard places of each cloud, never from an address o
 
     s3://   AWS_* variables; a web identity, container or instance role; else a profile in ~/.aws (boto3 reads it)
     gs://   GOOGLE_* variables, the key file or gcloud's default login, the instance's service account
-    http    none
+    http    a token for each server, from the file that SHARDLOAD_TOKENS names (`shardload.stores.tokens`)
 
 obstore repeats nothing by itself: `shardload.stores.requests` does, because it knows since when a piece is asked for.
 Only the parts of a large object that is written are repeated by obstore, which alone knows them.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardload.stores import answers
@@ -181,8 +183,8 @@ class NameList(Query):
 class WebPage(Query):
     """A request for the web page by which an HTTP server shows a folder."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, *, headers: Mapping[str, str]) -> None:
+        self._address, self._headers = address, headers
 
     async def send(self, client: Any, path: str) -> bytes | None:
         """Request the page once, and return it; ``None`` if something else came, or too much."""
@@ -202,4 +204,5 @@ class WebPage(Query):
         """Read a page that the server makes as it sends it, which obstore cannot."""
         from asyncio import get_running_loop
 
-        return await get_running_loop().run_in_executor(None, answers.page_of, self._address, _MAX_PAGE_BYTES)
+        read = functools.partial(answers.page_of, self._address, _MAX_PAGE_BYTES, headers=self._headers)
+        return await get_running_loop().run_in_executor(None, read)

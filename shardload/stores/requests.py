@@ -18,7 +18,7 @@ import functools
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -39,6 +39,7 @@ from shardload.stores.event_loop import Fetch
 from shardload.stores.objects import KnownObjects, Version
 from shardload.stores.pace import Pace
 from shardload.stores.queries import NameList, ObjectBytes, Query, WebPage
+from shardload.stores.tokens import token_for
 from shardload.stores.windows import stall_s, window_s
 from shardload.units import exact_bytes
 
@@ -62,9 +63,9 @@ _SIGNED_FOR = timedelta(minutes=1)
 class Requests:
     """Sends requests for the objects below a URL. Names of objects are relative to this URL.
 
-    ``headers`` go with each request to an HTTP server. ``shown`` is the address for messages, by default the URL.
-    ``asked`` is the address that a user gave, which errors name until the store has answered. What is in ``known`` is
-    not asked for.
+    ``headers`` go with each request to an HTTP server; without them, the user's token for the server does, if there is
+    one. ``shown`` is the address for messages, by default the URL. ``asked`` is the address that a user gave, which
+    errors name until the store has answered. What is in ``known`` is not asked for.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Requests:
         self.url = shown or self.address.url
         self._asked = asked
         self._headers = headers
+        self._token = token_for(self.address.root) if headers is None and self.address.is_http else None
         self._versions: dict[str, Version] = {}
         self.known = known
         if known is not None:
@@ -97,7 +99,15 @@ class Requests:
 
     @functools.cached_property
     def _client(self) -> Any:
-        return client(self.address, stall_s=stall_s(), headers=self._headers)
+        return client(self.address, stall_s=stall_s(), headers={**(self._headers or {}), **self._token_headers})
+
+    @property
+    def _token_headers(self) -> Mapping[str, str]:
+        return {} if self._token is None else self._token.headers
+
+    @property
+    def _secrets(self) -> tuple[str, str]:
+        return self.address.query, "" if self._token is None else self._token.text
 
     def is_object(self) -> bool:
         """Whether the URL itself is that of an object, not of a folder."""
@@ -218,7 +228,8 @@ class Requests:
     def page(self, name: str) -> bytes | None:
         """Return the web page that an HTTP server sends for a folder; ``None`` if it sends none, or something else."""
         found: bytes | None = Fetch(
-            self._repeated(name, WebPage(f"{self.encoded(name)}/")), shown=self.shown(name)
+            self._repeated(name, WebPage(f"{self.encoded(name)}/", headers=self._token_headers)),
+            shown=self.shown(name),
         ).wait()
         return found
 
@@ -292,7 +303,7 @@ class Requests:
             except (CancelledError, ShardloadError):
                 raise
             except Exception as error:  # obstore's kinds, FileNotFoundError, ValueError
-                failed = FailedTry.of(error)
+                failed = FailedTry.of(error, secrets=self._secrets)
                 is_answer = failed.status is not None and not failed.is_passing and not failed.credentials
                 self.answered = self.answered or is_answer
                 if failed.code == "missing":
@@ -308,10 +319,10 @@ class Requests:
                     pause_s += await get_running_loop().run_in_executor(None, self._pause_asked, name)
                 if not failed.is_passing or spent_s + pause_s > window_s(first=not self.answered):
                     # Not `from error`: its text has the address, which may be signed.
-                    told = failed.without(self.address.query)
                     is_unknown = failed.is_unanswered and not self.answered
                     where = (self._asked, "") if self._asked and is_unknown else (self.url, name)
-                    raise answers.failure(*where, told, tries=tries, spent_s=spent_s) from None
+                    options: dict[str, Any] = {"tries": tries, "spent_s": spent_s}
+                    raise answers.failure(*where, failed, has_token=self._token is not None, **options) from None
                 await sleep(pause_s)
             else:
                 self.answered = self.succeeded = True
@@ -321,7 +332,7 @@ class Requests:
         path = self.path(name)
         if self.address.is_http:
             query = f"?{self.address.query}" if self.address.query else ""
-            return answers.pause_asked(f"{self.encoded(name)}{query}")
+            return answers.pause_asked(f"{self.encoded(name)}{query}", headers=self._token_headers)
         import obstore
 
         try:
