@@ -106,6 +106,10 @@ class Requests:
         return {} if self._token is None else self._token.headers
 
     @property
+    def _query(self) -> str:
+        return f"?{self.address.query}" if self.address.query else ""
+
+    @property
     def _secrets(self) -> tuple[str, str]:
         return self.address.query, "" if self._token is None else self._token.text
 
@@ -228,7 +232,7 @@ class Requests:
     def page(self, name: str) -> bytes | None:
         """Return the web page that an HTTP server sends for a folder; ``None`` if it sends none, or something else."""
         found: bytes | None = Fetch(
-            self._repeated(name, WebPage(f"{self.encoded(name)}/", headers=self._token_headers)),
+            self._repeated(name, WebPage(f"{self.encoded(name)}/{self._query}", headers=self._token_headers)),
             shown=self.shown(name),
         ).wait()
         return found
@@ -331,8 +335,7 @@ class Requests:
     def _pause_asked(self, name: str) -> float:
         path = self.path(name)
         if self.address.is_http:
-            query = f"?{self.address.query}" if self.address.query else ""
-            return answers.pause_asked(f"{self.encoded(name)}{query}", headers=self._token_headers)
+            return answers.pause_asked(f"{self.encoded(name)}{self._query}", headers=self._token_headers)
         import obstore
 
         try:

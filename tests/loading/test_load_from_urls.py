@@ -29,6 +29,7 @@ from test_load_from_stores import (
 import shardload
 from shardload.cli import main
 from shardload.pipeline.source_facts import content_facts
+from shardload.stores.remote import location_of
 from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
 
@@ -180,6 +181,22 @@ def test_a_presigned_address_reads_the_file_alone(objects, store):
     assert "secret" not in str(report) and "secret" not in report.to_json()
     data = [key for _, key, *_ in store.requests if key == "safetensors_file/model.safetensors"]
     assert data
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_what_follows_a_question_mark_goes_with_each_request(store, is_chunked):
+    """With that for an index page, too, also if it is made as it is sent."""
+    store.has_index, store.is_chunked, refused = True, is_chunked, []
+
+    def asks_for_a_key(handler, key):
+        if is_refused := not handler.path.endswith("?key=secret"):
+            refused.append(handler.path)
+            handler.refuse(403, "AccessDenied", {})
+        return is_refused
+
+    store.fault = asks_for_a_key
+    assert "model.weights.h5" in location_of(f"{store.http}/weights_h5?key=secret").names()
+    assert refused == []
 
 
 def test_an_object_replaced_between_two_reads_is_an_error(objects, store, tmp_path):

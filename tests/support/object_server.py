@@ -276,8 +276,9 @@ def _handler(store):
             store.released.wait()
 
         def _index(self, folder):
-            if not self.path.endswith("/"):
-                return self._say(301, b"moved", {"Location": f"{self.path}/"})
+            url = urllib.parse.urlsplit(self.path)
+            if not url.path.endswith("/"):
+                return self._say(301, b"moved", {"Location": url._replace(path=f"{url.path}/").geturl()})
             names = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in folder.iterdir()]
             body = "".join(f'<li><a href="{urllib.parse.quote(name)}">{escape(name)}</a>' for name in ["../", *names])
             if not store.is_chunked:
