@@ -4,8 +4,8 @@
     https://host:8600 s3cr3t
 
 A token is sent to the server of its line alone: to the same scheme, host and port, not to others to which it redirects.
-Only the user may be able to read the file. An error names file and line, but shows nothing of the line: what is in the
-place of an address may be a token.
+Only the user, and the file's group, may be able to read the file. An error names file and line, but shows nothing of
+the line: what is in the place of an address may be a token.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shardload.units import exact_bytes, plural
 TOKENS_VARIABLE = "SHARDLOAD_TOKENS"
 _MAX_FILE_BYTES = 1 << 20
 """Longest file that is read: the variable may name a checkpoint by mistake."""
+_MODES_REFUSED = 0o027
 _ORIGIN = re.compile(r"(https?)://(\[[\da-f:.]+\]|[^\s/?#@:\\\[\]%]+)(?::(\d{0,5}))?/?", re.ASCII | re.IGNORECASE)
 _PORTS = {"http": 80, "https": 443}
 _FORM = "https://host:8600 TOKEN"
@@ -67,7 +68,8 @@ def token_for(root: str) -> BearerToken | None:
     found: dict[str, BearerToken] = {}
     lines: dict[str, int] = {}
     # No variable here has the text of a line: tools that report errors show the variables of a function that raises.
-    for number, parsed in enumerate(map(_parsed, _content(path).split(b"\n")), 1):
+    content = private_content(path, named_by=TOKENS_VARIABLE)
+    for number, parsed in enumerate(map(_parsed, content.split(b"\n")), 1):
         match parsed:
             case BearerToken() if parsed.origin not in found:
                 found[parsed.origin], lines[parsed.origin] = parsed, number
@@ -113,29 +115,33 @@ def _parsed(line: bytes) -> BearerToken | str | None:
     return BearerToken(origin, words[1].decode("ascii"))
 
 
-def _content(path: str) -> bytes:
+def private_content(path: str, *, named_by: str) -> bytes:
+    """Return the content of a file of tokens; ``named_by`` is the variable or option that names it, for messages.
+
+    Raises:
+        SourceError: When the file cannot be read, is too long for tokens, or users outside of its group may read it.
+            The group may: so are secrets mounted for a program that is not root.
+    """
     try:
         descriptor = open_readonly(expanded(path))
     except (SourceError, SourceNotFoundError) as error:
-        raise SourceError(f"Cannot read the tokens that {TOKENS_VARIABLE} names: {error}") from error
+        raise SourceError(f"Cannot read the tokens that {named_by} names: {error}") from error
     with os.fdopen(descriptor, "rb") as file:
         # Of the open file, not of its name, which may be given to another file meanwhile.
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        if mode & 0o077:
+        if mode & _MODES_REFUSED:
             raise SourceError(
-                f"Cannot use the tokens in {path}, which {TOKENS_VARIABLE} names: its mode is {mode:03o}, so that "
+                f"Cannot use the tokens in {path}, which {named_by} names: its mode is {mode:03o}, so that "
                 f"others may read or change it, expected 600. Run: chmod 600 {shlex.quote(str(expanded(path)))}"
             )
         try:
             found = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise SourceError(
-                f"Cannot read the tokens in {path}, which {TOKENS_VARIABLE} names: {error.strerror}"
-            ) from error
+            raise SourceError(f"Cannot read the tokens in {path}, which {named_by} names: {error.strerror}") from error
     if len(found) > _MAX_FILE_BYTES:
         raise SourceError(
-            f"Cannot use {path}, which {TOKENS_VARIABLE} names, as a file of tokens: it has more than "
-            f"{exact_bytes(_MAX_FILE_BYTES)}. Name a file with lines of the form: {_FORM}"
+            f"Cannot use {path}, which {named_by} names, as a file of tokens: it has more than "
+            f"{exact_bytes(_MAX_FILE_BYTES)}. Name a file with a token in each line"
         )
     return found.removeprefix(codecs.BOM_UTF8)
 
