@@ -353,7 +353,14 @@ _OWN = (
     *("typer", "rich"),
 )
 _OF_HUB = ("keras_hub", "kagglehub", "huggingface_hub", "safetensors", "sentencepiece", "tokenizers")
-_EXTRAS = {**dict.fromkeys(_OWN, ""), **dict.fromkeys(_OF_HUB, "hub"), "gguf": "gguf", "grain": "data"}
+_OF_SERVER = ("aiohttp", "prometheus_client")
+_EXTRAS = {
+    **dict.fromkeys(_OWN, ""),
+    **dict.fromkeys(_OF_HUB, "hub"),
+    **dict.fromkeys(_OF_SERVER, "serve"),
+    "gguf": "gguf",
+    "grain": "data",
+}
 """Name of a module → the extra of shardload that installs it; ``""`` if shardload needs no extra for it."""
 
 

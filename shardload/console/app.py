@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import cache_commands, checkpoint_commands, commands, streams
+from shardload.console import cache_commands, checkpoint_commands, commands, serve_commands, streams
 
 _HELP = ["-h", "--help"]
 app = typer.Typer(
@@ -42,6 +42,7 @@ app.command("steps")(checkpoint_commands.steps)
 app.command("verify")(checkpoint_commands.verify)
 app.command("diff")(checkpoint_commands.diff)
 app.command("convert")(commands.convert)
+app.command("serve")(serve_commands.serve)
 app.add_typer(cache_commands.cache_app, name="cache")
 
 

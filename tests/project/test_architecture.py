@@ -204,7 +204,7 @@ def test_one_place_asks_whether_a_source_is_a_url():
 SHARED_NAMES = {
     *("SPEC", "FAMILY", "open_file", "open_folder", "open_index", "open_variant", "folder_of", "describe_folder"),
     *("write_skeleton", "BUILT_IN", "GROUP", "announced", "names", "register", "unregister"),
-    *("convert", "diff", "inspect", "load", "plan", "synth", "verify"),
+    *("convert", "diff", "inspect", "load", "plan", "serve", "synth", "verify"),
 }
 """What formats and families declare, the interface of their two registries, and commands named as what they run."""
 

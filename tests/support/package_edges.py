@@ -14,6 +14,7 @@ _ALLOWED = {
     "progress": "errors reports units",
     "transfer": "errors manifest sharding stores units",
     "processes": "errors progress sharding",
+    "serving": "errors loaders stores units",
     "keras_bridge": "errors manifest processes reports sharding stores transfer units",
     "data": "errors keras_bridge units",
     "hub": "errors families keras_bridge loaders manifest stores transfer units",
@@ -41,7 +42,7 @@ _ALLOWED = {
     "typing",
     "accelerating": "errors keras_bridge layouts loaders loading mapping pipeline reports resolve sharding stores text",
     "console": "comparing converting errors hub interrupts loaders loading manifest pipeline processes progress "
-    "reports resolve runs sharding stores synth text units verifying",
+    "reports resolve runs serving sharding stores synth text units verifying",
     "cli": "console interrupts stores",
     "__main__": "cli",
 }

@@ -1,0 +1,113 @@
+"""The command that serves checkpoints to other processes and machines."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardload.console import streams
+from shardload.errors import MissingExtraError
+from shardload.reports import printable
+from shardload.units import exact_bytes
+
+_Root = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--root", metavar="DIR", help="Folder with checkpoints, or a checkpoint. May be repeated.", show_default=False
+    ),
+]
+_Listen = Annotated[
+    str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; only here without a token.")
+]
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", metavar="FILE", help="File with tokens, one a line; clients need one of them."),
+]
+_Certificate = Annotated[
+    Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificates (PEM), so that clients use https.")
+]
+_Key = Annotated[
+    Path | None,
+    typer.Option("--tls-key", metavar="FILE", help="Key of the certificate, if it is in a file of its own."),
+]
+_MostConnections = Annotated[
+    int, typer.Option("--max-connections", metavar="N", min=1, help="Most connections; more are closed at once.")
+]
+_Grace = Annotated[
+    float,
+    typer.Option("--grace", metavar="SECONDS", min=0.0, help="How long what is being sent at the end may still take."),
+]
+_RequestLog = Annotated[
+    bool, typer.Option("--log-json", help="Log each request as one JSON object on stderr, not as a line of text.")
+]
+
+
+def serve(
+    *,
+    root: _Root = None,
+    listen: _Listen = "127.0.0.1:8600",
+    token_file: _TokenFile = None,
+    tls_cert: _Certificate = None,
+    tls_key: _Key = None,
+    max_connections: _MostConnections = 1024,
+    grace: _Grace = 30.0,
+    log_json: _RequestLog = False,
+) -> None:
+    """Serve checkpoints over HTTP, so that other processes and machines load them from here.
+
+    A checkpoint's address is that of the server with its path below the folder: http://host:8600/gemma2_9b. Only files
+    of checkpoints are served. Each request is logged on stderr. SIGINT or SIGTERM finishes what is being sent.
+
+    Examples:
+    $ shardload serve --root /mnt/models
+
+    $ shardload serve --root /mnt/models --listen 0.0.0.0:8600 --token-file tokens --tls-cert cert.pem --tls-key key.pem
+    """
+    if not root:
+        raise typer.BadParameter("name at least one folder.", param_hint="--root")
+    with streams.results() as out:
+        try:
+            from shardload.serving.catalogue import Catalogue, summary
+            from shardload.serving.server import Listening, read_tokens, serve
+        except ImportError as error:
+            raise MissingExtraError.explaining(error, needed_for="shardload serve") from error
+        tokens = () if token_file is None else read_tokens(token_file)
+        listening = Listening.parse(
+            listen, certificate=tls_cert, key=tls_key, most_connections=max_connections, grace_s=grace
+        )
+        if tokens and not listening.is_local and tls_cert is None:
+            streams.note("without --tls-cert, tokens and weights are sent unencrypted")
+        catalogue = Catalogue(root)
+        served, *left_out = summary(catalogue)
+        for line in left_out:
+            streams.note(line)
+        serve(
+            catalogue,
+            listening,
+            tokens=tokens,
+            log=_log_json if log_json else _log_line,
+            started=lambda address: out.text(f"{served} at {address}\n"),
+        )
+
+
+def _log_json(facts: dict[str, Any]) -> None:
+    _write(json_module.dumps({"unix_s": round(time.time(), 3), **facts}))
+
+
+def _log_line(facts: dict[str, Any]) -> None:
+    asked = f"{facts['method']} {facts['path']}" + (f" {facts['range']}" if "range" in facts else "")
+    problem = f" ({facts['problem']})" if "problem" in facts else ""
+    seconds = f"{facts['seconds']:.3f} s"
+    text = f"{facts['client']} {asked}: {facts['status']}{problem}, {exact_bytes(facts['bytes'])}, {seconds}"
+    _write(f"{time.strftime('%H:%M:%S')} {facts['request']} {printable(text)}")
+
+
+def _write(line: str) -> None:
+    with suppress(OSError, ValueError):  # a log that cannot be written ends no server
+        print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,37 @@
+"""What a server counts, for Prometheus and for its log."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.sent = Counter(
+            "shardload_sent_bytes", "Bytes of files that were sent", ["source"], registry=self._registry
+        )
+        self.requests = Counter(
+            "shardload_requests", "Requests that were answered", ["route", "status"], registry=self._registry
+        )
+        self.seconds = Histogram(
+            "shardload_request_seconds",
+            "Seconds from a request to the end of its answer",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.errors = Counter(
+            "shardload_errors", "Requests that ended with an error", ["kind"], registry=self._registry
+        )
+        self.running = Gauge("shardload_running_requests", "Requests being answered", registry=self._registry)
+        self.connections = Gauge("shardload_connections", "Open connections", registry=self._registry)
+        self.checkpoints = Gauge("shardload_checkpoints", "Checkpoints in the catalogue", registry=self._registry)
+
+    def text(self) -> bytes:
+        """Return all of them in Prometheus' text format."""
+        return generate_latest(self._registry)

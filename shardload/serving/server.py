@@ -1,0 +1,208 @@
+"""Run a server until a signal ends it: open the socket, set up TLS, and finish what is being sent at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import resource
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from shardload.errors import SourceError, UsageError
+from shardload.serving.application import Access, Service
+from shardload.serving.catalogue import Catalogue
+from shardload.stores.tokens import private_content
+
+_LEAST_TOKEN = 16
+"""Fewest characters of a token."""
+_TOKEN = re.compile(rb"[!-~]{%d,}" % _LEAST_TOKEN)
+_IDLE_S = 75.0
+"""Seconds after which a connection without a complete request is closed."""
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where a server listens, and how it protects what it sends."""
+
+    host: str
+    port: int
+    certificate: Path | None = None
+    key: Path | None = None
+    most_connections: int = 1024
+    grace_s: float = 30.0
+    """Seconds that bodies which are being sent at the end may still take."""
+
+    @classmethod
+    def parse(cls, text: str, **options: Any) -> Listening:
+        """Read ``HOST:PORT``; raise a `UsageError` if it is something else."""
+        host, _, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise UsageError(f"Cannot listen at {text!r}: expected HOST:PORT, such as 127.0.0.1:8600")
+        return cls(host=host, port=int(port), **options)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        with suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return False
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return what TLS needs; ``None`` if there is no certificate."""
+        if self.certificate is None:
+            if self.key is not None:
+                raise UsageError("Cannot use --tls-key without --tls-cert")
+            return None
+        found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        found.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            found.load_cert_chain(self.certificate, self.key, password=_no_password)
+        except (OSError, ssl.SSLError, ValueError) as error:
+            raise SourceError(
+                f"Cannot use the certificate {self.certificate}: {error}. --tls-cert takes a PEM file with the "
+                "certificates, --tls-key one with the key, without a password"
+            ) from error
+        return found
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Read tokens, one a line; empty lines and lines that begin with ``#`` are passed over.
+
+    Raises:
+        SourceError: When the file cannot be read, users outside of its group may read it, or a line is no token.
+    """
+    lines = [line.strip() for line in private_content(str(path), named_by="--token-file").split(b"\n")]
+    for number, line in enumerate(lines, 1):
+        if line and not line.startswith(b"#") and _TOKEN.fullmatch(line) is None:
+            raise SourceError(
+                f"Cannot use line {number} of {path}: it is no token, expected {_LEAST_TOKEN} or more letters, digits "
+                "and signs, such as python -c 'import secrets; print(secrets.token_urlsafe(32))' prints"
+            )
+    tokens = tuple(line.decode() for line in lines if line and not line.startswith(b"#"))
+    if not tokens:
+        raise SourceError(f"Cannot use {path}: it contains no token. Write one on a line of its own")
+    return tokens
+
+
+def serve(
+    catalogue: Catalogue,
+    listening: Listening,
+    *,
+    tokens: tuple[str, ...] = (),
+    log: Callable[[dict[str, Any]], None],
+    started: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM, then finish what is being sent.
+
+    Args:
+        catalogue: What is served.
+        listening: Where.
+        tokens: One of them is needed to read; required where other machines can connect.
+        log: Called with the facts of each request.
+        started: Called with the server's address, once it can be asked.
+
+    Raises:
+        UsageError: When other machines could connect without a token.
+        SourceError: When the address is taken, or is not one of this machine; or for a certificate.
+    """
+    if not tokens and not listening.is_local:
+        raise UsageError(
+            f"Cannot listen at {listening.host} without a token: everyone who can connect could read the checkpoints. "
+            "Give --token-file FILE, or listen at 127.0.0.1"
+        )
+    service = Service(catalogue, Access(tokens, is_local=listening.is_local and not tokens), log)
+    context = listening.tls()
+    _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
+    with _bound(listening) as listener:
+        asyncio.run(_run(service, listener, listening, context, started))
+
+
+def _allow_descriptors(count: int) -> None:
+    """Raise this process's limit of open files, as far as the system lets it: it is 1024 for most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(hard, count)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _bound(listening: Listening) -> socket.socket:
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            listening.host, listening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, number)
+    except OSError as error:
+        raise SourceError(f"Cannot listen at {listening.host}: {error.strerror or error}") from error
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        found.close()
+        raise SourceError(
+            f"Cannot listen at {listening.host}:{listening.port}: {error.strerror}. --listen takes another address"
+        ) from error
+    return found
+
+
+class _Refused(asyncio.Protocol):
+    """A connection that is closed at once: there are too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+async def _run(
+    service: Service,
+    listener: socket.socket,
+    listening: Listening,
+    context: ssl.SSLContext | None,
+    started: Callable[[str], None],
+) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    runner = web.AppRunner(
+        service.application(),
+        access_log=None,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=listening.grace_s,
+        handle_signals=False,
+    )
+    await runner.setup()
+    connect = runner.server
+    assert connect is not None
+
+    def protocol() -> asyncio.Protocol:
+        n_open = len(connect.connections)
+        service.metrics.connections.set(n_open + 1)
+        return _Refused() if n_open >= listening.most_connections else connect()
+
+    try:
+        server = await loop.create_server(protocol, sock=listener, ssl=context, backlog=_BACKLOG)
+        host = f"[{listening.host}]" if ":" in listening.host else listening.host
+        port = listener.getsockname()[1]
+        started(f"{'http' if context is None else 'https'}://{host}:{port}")
+        await ended.wait()
+        service.is_ending = True
+        server.close()  # no more connections
+    finally:
+        await runner.cleanup()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

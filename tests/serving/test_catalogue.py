@@ -1,0 +1,199 @@
+"""What a server finds in its folders: checkpoints and their files, and nothing else."""
+
+import json
+import os
+import shutil
+import socket
+
+import gguf_pairs
+import keras
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from saved_steps import save_step
+
+from shardload.errors import SourceNotFoundError, UsageError
+from shardload.serving.catalogue import Catalogue
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def small_model():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with one checkpoint of each kind."""
+    root = tmp_path_factory.mktemp("models")
+    (root / "team").mkdir()
+    gguf_pairs.write(root / "team", "llama", "Q8_0")
+    model = small_model()
+    (root / "keras").mkdir()
+    model.save(root / "keras" / "model.keras")
+    model.save_weights(root / "keras" / "some.weights.h5")
+    for step in (2, 10):
+        save_step(model, root / "run", step)
+    return root
+
+
+@pytest.fixture
+def root(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "models")
+
+
+def facts(catalogue):
+    return {each.name: (each.format, each.kind) for each in catalogue.checkpoints()}
+
+
+def test_checkpoints_of_each_kind(root):
+    found = Catalogue([root])
+    [gguf] = (root / "team").glob("*.gguf")
+    assert facts(found) == {
+        f"team/{gguf.name}": ("gguf", "file"),
+        "team/hf": ("hf-safetensors", "folder"),
+        "keras/model.keras": ("keras-archive", "file"),
+        "keras/some.weights.h5": ("keras-h5", "file"),
+        "run": ("orbax", "run"),
+    }
+    run = next(each for each in found.checkpoints() if each.name == "run")
+    assert run.steps == (2, 10)
+    files = [path for path in (root / "run").rglob("*") if path.is_file() and ".staging" not in path.parts]
+    assert run.n_bytes == sum(path.stat().st_size for path in files) and run.n_files == len(files)
+    assert found.names("") == {"keras": True, "run": True, "team": True}
+    assert found.names("run") == {"10": True, "2": True}
+    assert found.names("team/hf") == dict.fromkeys(names_in(root / "team" / "hf"), False)
+    assert not found.left_out()
+
+
+def test_a_root_that_is_a_checkpoint_has_its_own_name(root):
+    assert facts(Catalogue([root / "team" / "hf"])) == {"hf": ("hf-safetensors", "folder")}
+    assert set(facts(Catalogue([root / "team" / "hf", root / "run"]))) == {"hf", "run"}
+
+
+def test_only_files_of_checkpoints(root):
+    (root / "secret.txt").write_text("password")
+    (root / ".netrc").write_text("password")
+    (root / "docs").mkdir()
+    (root / "docs" / "config.json").write_text("{}")
+    (root / "team" / "hf" / ".git").mkdir()
+    (root / "team" / "hf" / ".git" / "config").write_text("token")
+    (root / "keras" / "notes.md").write_text("x")
+    (root / "keras" / "some.json").write_text("{}")
+    (root / "keras" / "broken.weights.h5").write_text("no HDF5")
+    found = Catalogue([root])
+    for key in ("secret.txt", ".netrc", "docs/config.json", "team/hf/.git/config", "keras/notes.md"):
+        assert found.file(key) is None and found.open(key) is None, key
+    assert found.file("keras/some.json") is not None  # it may describe the weights
+    assert found.file("keras/broken.weights.h5") is None
+    assert "docs" not in found.names("") and ".git" not in found.names("team/hf")
+
+
+def test_links_inside_are_followed_and_others_are_not(root, tmp_path):
+    """As in Hugging Face's cache: names in a snapshot are links to files elsewhere in the cache."""
+    outside = tmp_path / "outside"
+    shutil.copytree(root / "team" / "hf", outside)
+    snapshot = root / "models--x" / "snapshots" / "abc"
+    blobs = root / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, name in enumerate(names_in(outside)):
+        shutil.copy(outside / name, blobs / f"blob{number}")
+        (snapshot / name).symlink_to(f"../../blobs/blob{number}")
+    (root / "away").symlink_to(outside)
+    (snapshot / "generation_config.json").symlink_to("/etc/passwd")
+    (snapshot / "again").symlink_to("..")
+    (snapshot / "self").symlink_to("self")
+    found = Catalogue([root])
+    assert facts(found)["models--x/snapshots/abc"] == ("hf-safetensors", "folder")
+    key = "models--x/snapshots/abc/model.safetensors"
+    descriptor, _ = found.open(key)
+    with os.fdopen(descriptor, "rb") as file:
+        assert file.read() == (outside / "model.safetensors").read_bytes()
+    assert found.names("away") is None
+    assert found.file("models--x/snapshots/abc/generation_config.json") is None
+    assert len(found.left_out()) == 2 and all("outside of" in line for line in found.left_out())
+    assert not any("blobs" in each.name for each in found.checkpoints())
+
+
+def test_names_that_are_taken(root, tmp_path):
+    other = tmp_path / "other"
+    for name in ("team", "more", "metrics"):
+        shutil.copytree(root / "team" / "hf", other / name)
+    found = Catalogue([root, other])
+    assert facts(found)["more"] == ("hf-safetensors", "folder")
+    assert found.names("team") == Catalogue([root]).names("team")
+    assert [line.partition(" is not served: ")[2] for line in found.left_out()] == [
+        "the name 'metrics' is taken, it is the server's own",
+        "the name 'team' is taken, another folder has it",
+    ]
+
+
+def test_two_roots_with_one_name(root, tmp_path):
+    shutil.copytree(root / "run", tmp_path / "other" / "run")
+    found = Catalogue([root / "run", tmp_path / "other" / "run"])
+    assert set(facts(found)) == {"run"}
+    assert "another folder has it" in found.left_out()[0]
+
+
+def test_what_changes_is_found(root):
+    found = Catalogue([root])
+    key = "team/hf/model.safetensors"
+    before = found.file(key)
+    save_file({"x": np.ones(3, np.float32)}, root / "team" / "hf" / "model.safetensors")
+    descriptor, now = found.open(key)
+    os.close(descriptor)
+    assert now.tag != before.tag and found.file(key) == now
+    shutil.copytree(root / "team" / "hf", root / "new")
+    assert found.names("new") is None
+    found.refresh()
+    assert found.file("new/model.safetensors") is not None
+    shutil.rmtree(root / "new")
+    assert found.open("new/model.safetensors") is None
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "socket", "folder", "linked folder"])
+def test_what_took_the_place_of_a_file_is_not_opened(what, root, tmp_path, monkeypatch):
+    found = Catalogue([root])
+    path = root / "team" / "hf" / "model.safetensors"
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / path.name).write_text("password")
+    path.unlink()
+    if what == "link":
+        path.symlink_to(secret / path.name)
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            monkeypatch.chdir(path.parent)  # a longer path is none of a socket
+            made.bind(path.name)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        shutil.rmtree(path.parent)
+        path.parent.symlink_to(secret)
+    assert found.open("team/hf/model.safetensors") is None
+
+
+def test_files_of_zarr_are_not_hidden(root):
+    step = root / "plain" / "3"
+    step.mkdir(parents=True)
+    (step / "_METADATA").write_text(json.dumps({"tree_metadata": {}, "use_zarr3": False}))
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    (step / "w").mkdir()
+    (step / "w" / ".zarray").write_text("{}")
+    assert Catalogue([root]).file("plain/3/w/.zarray") is not None
+
+
+def test_roots_that_are_none(tmp_path):
+    with pytest.raises(SourceNotFoundError, match="--root takes a folder"):
+        Catalogue([tmp_path / "missing"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SourceNotFoundError, match="Not a directory"):
+        Catalogue([tmp_path / "file"])
+    with pytest.raises(UsageError, match="--root"):
+        Catalogue([])
+    assert Catalogue([tmp_path]).checkpoints() == []
