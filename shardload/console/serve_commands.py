@@ -39,6 +39,10 @@ _Key = Annotated[
 _MostConnections = Annotated[
     int, typer.Option("--max-connections", metavar="N", min=1, help="Most connections; more are closed at once.")
 ]
+_HandOver = Annotated[
+    bool,
+    typer.Option("--hand-over/--no-hand-over", help="Let clients on this machine read the files, not a connection."),
+]
 _Grace = Annotated[
     float,
     typer.Option("--grace", metavar="SECONDS", min=0.0, help="How long what is being sent at the end may still take."),
@@ -56,6 +60,7 @@ def serve(
     tls_cert: _Certificate = None,
     tls_key: _Key = None,
     max_connections: _MostConnections = 1024,
+    hand_over: _HandOver = True,
     grace: _Grace = 30.0,
     log_json: _RequestLog = False,
 ) -> None:
@@ -79,7 +84,12 @@ def serve(
             raise MissingExtraError.explaining(error, needed_for="shardload serve") from error
         tokens = () if token_file is None else read_tokens(token_file)
         listening = Listening.parse(
-            listen, certificate=tls_cert, key=tls_key, most_connections=max_connections, grace_s=grace
+            listen,
+            certificate=tls_cert,
+            key=tls_key,
+            most_connections=max_connections,
+            hands_over=hand_over,
+            grace_s=grace,
         )
         if tokens and not listening.is_local and tls_cert is None:
             streams.note("without --tls-cert, tokens and weights are sent unencrypted")

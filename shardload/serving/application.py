@@ -25,9 +25,11 @@ from typing import Any
 from aiohttp import web
 
 from shardload.serving.catalogue import Catalogue, ServedCheckpoint
+from shardload.serving.handing import Handing
 from shardload.serving.metrics import Metrics
 from shardload.serving.pages import STYLE, folder_page, home_page
 from shardload.serving.sending import send_bytes
+from shardload.stores.handed import SERVER_PATH
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN = ("/healthz", "/readyz")
@@ -71,8 +73,13 @@ class Access:
 class Service:
     """Answers requests for what is in a catalogue. ``log`` gets the facts of each request."""
 
-    def __init__(self, catalogue: Catalogue, access: Access, log: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, catalogue: Catalogue, access: Access, log: Callable[[dict[str, Any]], None], *, hands_over: bool = True
+    ) -> None:
         self.catalogue, self.access, self.metrics = catalogue, access, Metrics()
+        self.handing = Handing(catalogue, access.allows, log=log, handed=self.metrics.handed.inc)
+        self.hands_over = hands_over and self.handing.socket_name is not None
+        """Whether clients on this machine get open files."""
         self.is_ending = False
         """Whether the server stops soon: it is not ready for more."""
         self._log = log
@@ -84,6 +91,7 @@ class Service:
         found.router.add_get("/healthz", self._health)
         found.router.add_get("/readyz", self._ready)
         found.router.add_get("/metrics", self._metrics)
+        found.router.add_get(SERVER_PATH, self._server)
         found.router.add_get("/api/v1/checkpoints", self._checkpoints)
         found.router.add_get("/api/v1/style.css", self._style)
         found.router.add_get("/{key:.*}", self._key)
@@ -156,6 +164,9 @@ class Service:
     async def _metrics(self, request: web.Request) -> web.Response:
         self.metrics.checkpoints.set(len(self.catalogue.checkpoints()))
         return web.Response(body=self.metrics.text(), headers={"Content-Type": _METRICS_KIND})
+
+    async def _server(self, request: web.Request) -> web.Response:
+        return _json({"server": "shardload", "socket": self.handing.socket_name if self.hands_over else None})
 
     async def _style(self, request: web.Request) -> web.Response:
         return web.Response(text=STYLE, content_type="text/css")

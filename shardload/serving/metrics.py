@@ -15,6 +15,9 @@ class Metrics:
         self.sent = Counter(
             "shardload_sent_bytes", "Bytes of files that were sent", ["source"], registry=self._registry
         )
+        self.handed = Counter(
+            "shardload_handed_files", "Open files that were handed to clients on this machine", registry=self._registry
+        )
         self.requests = Counter(
             "shardload_requests", "Requests that were answered", ["route", "status"], registry=self._registry
         )

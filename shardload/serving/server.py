@@ -39,6 +39,8 @@ class Listening:
     certificate: Path | None = None
     key: Path | None = None
     most_connections: int = 1024
+    hands_over: bool = True
+    """Whether clients on this machine get open files, and read them without a connection."""
     grace_s: float = 30.0
     """Seconds that bodies which are being sent at the end may still take."""
 
@@ -127,7 +129,8 @@ def serve(
             f"Cannot listen at {listening.host} without a token: everyone who can connect could read the checkpoints. "
             "Give --token-file FILE, or listen at 127.0.0.1"
         )
-    service = Service(catalogue, Access(tokens, is_local=listening.is_local and not tokens), log)
+    access = Access(tokens, is_local=listening.is_local and not tokens)
+    service = Service(catalogue, access, log, hands_over=listening.hands_over)
     context = listening.tls()
     _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
     with _bound(listening) as listener:
@@ -198,9 +201,12 @@ async def _run(
         server = await loop.create_server(protocol, sock=listener, ssl=context, backlog=_BACKLOG)
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
         port = listener.getsockname()[1]
+        handing = loop.create_task(service.handing.run()) if service.hands_over else None
         started(f"{'http' if context is None else 'https'}://{host}:{port}")
         await ended.wait()
         service.is_ending = True
+        if handing is not None:
+            handing.cancel()
         server.close()  # no more connections
     finally:
         await runner.cleanup()

@@ -175,11 +175,13 @@ def _open_error(path: str | os.PathLike[str], error: OSError) -> LimitError | So
 
 
 class LocalFile:
-    """An open file on this machine."""
+    """An open file on this machine. ``descriptor`` is that of a file that is open already, and is closed with it."""
 
-    def __init__(self, path: str | os.PathLike[str], *, shown: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, shown: str | None = None, descriptor: int | None = None
+    ) -> None:
         self._name = os.fspath(path) if shown is None else shown
-        self.descriptor = open_readonly(path)
+        self.descriptor = open_readonly(path) if descriptor is None else descriptor
         self.n_bytes = os.fstat(self.descriptor).st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:

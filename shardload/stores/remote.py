@@ -9,6 +9,7 @@ the names in a folder. Short reads, of headers, fetch *pages* of files, which ar
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections import OrderedDict, deque
@@ -30,7 +31,8 @@ from shardload.stores import web_folders
 from shardload.stores.answers import COPY_FIRST, ForbiddenError, OutOfRangeError, WebPageError
 from shardload.stores.clients import Address
 from shardload.stores.event_loop import Fetch
-from shardload.stores.local import PrivateCopies
+from shardload.stores.handed import HandedFiles, handed_files
+from shardload.stores.local import LocalFile, PrivateCopies
 from shardload.stores.location import Location
 from shardload.stores.objects import ListedFolder, StoreFacts, Version
 from shardload.stores.requests import Requests
@@ -77,8 +79,9 @@ class RemoteStore(Store):
 
     is_remote = True
 
-    def __init__(self, url: str, *, requests: Requests | None = None) -> None:
+    def __init__(self, url: str, *, requests: Requests | None = None, handed: HandedFiles | None = None) -> None:
         self.requests = requests or Requests(url)
+        self._handed, self.hands_files = handed, handed is not None
         self.pace = self.requests.pace
         self._facts = _handed_out.get().get(self.url, StoreFacts())
         self._folders = self._facts.folders
@@ -151,8 +154,18 @@ class RemoteStore(Store):
         found = self._folders.get(key)
         return found is None or found.is_complete
 
-    def open(self, key: str) -> RemoteObject:
+    def open(self, key: str) -> RemoteObject | LocalFile:
         """Open an object for reading; see `Store.open`."""
+        self._require(key)
+        return self._handed_file(key) or RemoteObject(self, key)
+
+    def _handed_file(self, key: str) -> LocalFile | None:
+        if self._handed is None or (version := self.requests.version(key)) is None:
+            return None
+        return self._handed.open(self.requests.path(key), tag=version.tag, shown=self.shown(key))
+
+    def _require(self, key: str) -> None:
+        """Raise unless an object is there."""
         if self._version(key) is None:
             if self.kind(key) == "folder":
                 raise SourceError(f"{self.shown(key)} should be a file, but it is a folder")
@@ -161,11 +174,14 @@ class RemoteStore(Store):
                 raise self._refused
             hint = "" if self.can_list else ". If it is a folder, the server shows no list of its files"
             raise SourceNotFoundError(f"There is no file {self.shown(key)}. Check the address{hint}")
-        return RemoteObject(self, key)
 
     def identity(self, key: str) -> FileIdentity:
         """Return an object's size and a number that differs between its versions; see `Store.identity`."""
-        self.open(key)
+        self._require(key)
+        if (file := self._handed_file(key)) is not None:
+            with closing(file):
+                facts = os.fstat(file.descriptor)
+                return FileIdentity(facts.st_size, (facts.st_dev, facts.st_ino, facts.st_mtime_ns))
         found = self.requests.version(key)
         return FileIdentity(0) if found is None else FileIdentity(found.size, (0, found.number))
 
@@ -213,7 +229,7 @@ class RemoteStore(Store):
     def local_part(self, key: str, start: int, stop: int) -> Path:
         """Copy a part of a file to its place in a private file, which has nothing but zeros elsewhere."""
         self._bound(key, stop - start)
-        file = self.open(key)
+        file = RemoteObject(self, key)
         self._copies.write(key, file.begin(start, stop).result(), offset=start, shown=self.shown(key))
         return self._copies.path(key)
 
@@ -471,7 +487,8 @@ def _in_store(url: str) -> Location:
     address = Address.parse(url)
     query = f"?{address.query}" if address.query else ""
     requests = Requests(f"{address.root}{query}", asked=address.url)
-    return Location(RemoteStore(requests.url, requests=requests), address.path)
+    handed = handed_files(address.root, requests.token) if address.is_http and not address.query else None
+    return Location(RemoteStore(requests.url, requests=requests, handed=handed), address.path)
 
 
 SCHEMES |= dict.fromkeys(("s3", "gs", "http", "https"), _in_store)

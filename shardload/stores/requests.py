@@ -81,7 +81,8 @@ class Requests:
         self.url = shown or self.address.url
         self._asked = asked
         self._headers = headers
-        self._token = token_for(self.address.root) if headers is None and self.address.is_http else None
+        self.token = token_for(self.address.root) if headers is None and self.address.is_http else None
+        """The user's token for the server."""
         self._versions: dict[str, Version] = {}
         self.known = known
         if known is not None:
@@ -103,7 +104,7 @@ class Requests:
 
     @property
     def _token_headers(self) -> Mapping[str, str]:
-        return {} if self._token is None else self._token.headers
+        return {} if self.token is None else self.token.headers
 
     @property
     def _query(self) -> str:
@@ -111,7 +112,7 @@ class Requests:
 
     @property
     def _secrets(self) -> tuple[str, str]:
-        return self.address.query, "" if self._token is None else self._token.text
+        return self.address.query, "" if self.token is None else self.token.text
 
     def is_object(self) -> bool:
         """Whether the URL itself is that of an object, not of a folder."""
@@ -326,7 +327,7 @@ class Requests:
                     is_unknown = failed.is_unanswered and not self.answered
                     where = (self._asked, "") if self._asked and is_unknown else (self.url, name)
                     options: dict[str, Any] = {"tries": tries, "spent_s": spent_s}
-                    raise answers.failure(*where, failed, has_token=self._token is not None, **options) from None
+                    raise answers.failure(*where, failed, has_token=self.token is not None, **options) from None
                 await sleep(pause_s)
             else:
                 self.answered = self.succeeded = True

@@ -94,10 +94,17 @@ class Store(ABC):
 
     is_remote: bool = False
     """Whether each read is a network request: callers then make few large reads, before they need the bytes."""
+    hands_files: bool = False
+    """Whether files of a remote store are open files of this machine, which are read like local ones."""
     pace: Pace | None = None
     """How fast the store answers, as measured; ``None`` if nothing measures it."""
     is_verifying: bool = False
     """Whether all bytes are compared with digests before a file returns them, so that callers need not."""
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether bytes are requested from another computer, or at least by way of a connection."""
+        return self.is_remote and not self.hands_files
 
     @abstractmethod
     def shown(self, key: str) -> str:

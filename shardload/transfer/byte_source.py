@@ -173,7 +173,7 @@ def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "
     """Return which `ByteSource` a plan needs ("units": `UnitReads`); raise `BudgetError` if its budget is too small."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
-    if any(store.is_remote for store in stores) and not plan.is_cached and (verifier is None or is_verifying):
+    if any(store.is_requested for store in stores) and not plan.is_cached and (verifier is None or is_verifying):
         if plan.host_memory_bytes < _MIN_REMOTE_BUDGET_BYTES:
             raise BudgetError(
                 f"Cannot load from a remote store with a host-memory budget of {exact_bytes(plan.host_memory_bytes)}. "

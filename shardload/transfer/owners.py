@@ -209,7 +209,7 @@ def plan_owners(
             chosen[*key, encodes] = _choice(tensor, binding, grid, replicas)
         choices.append(chosen[*key, encodes])
     if replicas == "auto":
-        is_remote = any(path.store.is_remote for path in manifest.files)
+        is_remote = any(path.store.is_requested for path in manifest.files)
         slower = _why_slower(choices, grid, read_rate=_REMOTE if is_remote else _FILES, rate=_CPU if on_cpu else _LINKS)
         if slower:
             choices = [choice.as_needed(slower) if choice.moves else choice for choice in choices]

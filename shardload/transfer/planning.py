@@ -111,11 +111,11 @@ def plan_transfers(
         uploads=uploads,
         brief=brief,
     )
-    if scatter and not brief and any(store.is_remote and _may_be_here(manifest, store) for store in stores):
+    if scatter and not brief and any(store.is_requested and _may_be_here(manifest, store) for store in stores):
         found = plan(scatter=True, is_cached=True)
         if _is_here(found):
             return found
-    scatter = scatter and not any(store.is_remote or store.is_verifying for store in stores)
+    scatter = scatter and not any(store.is_requested or store.is_verifying for store in stores)
     return plan(scatter=scatter, is_cached=False)
 
 

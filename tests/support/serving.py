@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -35,6 +36,11 @@ class Served:
             asked.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
             answer = asked.getresponse()
             return answer.status, answer.headers, answer.read()
+
+    def sent(self, **headers):
+        """Bytes of files that were sent so far."""
+        found = re.search(r"shardload_sent_bytes_total\{[^}]*\} (\S+)", self.get("/metrics", **headers)[2].decode())
+        return float(found[1]) if found else 0.0
 
     def raw(self, data, *, timeout=10):
         """All that comes back for some bytes."""
