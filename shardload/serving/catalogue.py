@@ -25,6 +25,7 @@ from shardload.loaders.contents import FolderContent
 from shardload.loaders.orbax.loader import possible_steps, step_number
 from shardload.loaders.recognition import recognise
 from shardload.loaders.registry import FormatSpec, specs
+from shardload.stores.handed import SERVED_TAG
 from shardload.stores.local import located
 from shardload.stores.location import is_litter
 from shardload.units import plural
@@ -186,7 +187,7 @@ def _root(root: str | os.PathLike[str]) -> Path:
 def _served(path: Path, facts: os.stat_result) -> ServedFile:
     identity = f"{facts.st_dev} {facts.st_ino} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_size}"
     tag = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-    return ServedFile(path, facts.st_size, tag, facts.st_mtime)
+    return ServedFile(path, facts.st_size, f"{SERVED_TAG}{tag}", facts.st_mtime)
 
 
 class _Folder:

@@ -1,7 +1,8 @@
 """Open files that `shardload serve` on this machine hands over, so that no byte of them goes through a socket.
 
-    GET /api/v1/server          ─► {"server": "shardload", "socket": "shardload-5f0c…"}     asked once per address
-    that socket: {"key": NAME, "token": …}   ─► {"etag": …} and the open file itself
+    a file's ETag is "shardload-…"            only then, and only if the address is one of this machine:
+    GET /api/v1/server                        ─► {"server": "shardload", "socket": "shardload-5f0c…"}
+    that socket: {"key": NAME, "token": …}    ─► {"etag": …} and the open file itself
 
 The socket is an abstract one of Linux: only processes of the same machine (in the same network namespace) reach it. The
 file is read like any other file here, straight into the shards. Whatever goes wrong, the bytes are requested instead.
@@ -24,6 +25,8 @@ from shardload.stores.clients import certificates_file
 from shardload.stores.local import LocalFile
 from shardload.stores.tokens import BearerToken
 
+SERVED_TAG = "shardload-"
+"""How the ETags of a server begin, by which clients know it."""
 SERVER_PATH = "/api/v1/server"
 LINE_BYTES = 64 << 10
 """Longest request or answer, in bytes."""

@@ -8,6 +8,7 @@ the names in a folder. Short reads, of headers, fetch *pages* of files, which ar
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -31,7 +32,7 @@ from shardload.stores import web_folders
 from shardload.stores.answers import COPY_FIRST, ForbiddenError, OutOfRangeError, WebPageError
 from shardload.stores.clients import Address
 from shardload.stores.event_loop import Fetch
-from shardload.stores.handed import HandedFiles, handed_files
+from shardload.stores.handed import SERVED_TAG, HandedFiles, handed_files
 from shardload.stores.local import LocalFile, PrivateCopies
 from shardload.stores.location import Location
 from shardload.stores.objects import ListedFolder, StoreFacts, Version
@@ -79,9 +80,9 @@ class RemoteStore(Store):
 
     is_remote = True
 
-    def __init__(self, url: str, *, requests: Requests | None = None, handed: HandedFiles | None = None) -> None:
+    def __init__(self, url: str, *, requests: Requests | None = None) -> None:
         self.requests = requests or Requests(url)
-        self._handed, self.hands_files = handed, handed is not None
+        self.hands_files = False  # until a file's tag says that a server of ours has it
         self.pace = self.requests.pace
         self._facts = _handed_out.get().get(self.url, StoreFacts())
         self._folders = self._facts.folders
@@ -159,8 +160,16 @@ class RemoteStore(Store):
         self._require(key)
         return self._handed_file(key) or RemoteObject(self, key)
 
+    @functools.cached_property
+    def _handed(self) -> HandedFiles | None:
+        """What hands over files, if the server is on this machine; asked for once."""
+        found = handed_files(self.requests.address.root, self.requests.token)
+        self.hands_files = found is not None
+        return found
+
     def _handed_file(self, key: str) -> LocalFile | None:
-        if self._handed is None or (version := self.requests.version(key)) is None:
+        version = self.requests.version(key)
+        if version is None or not version.tag.startswith(SERVED_TAG) or self._handed is None:
             return None
         return self._handed.open(self.requests.path(key), tag=version.tag, shown=self.shown(key))
 
@@ -487,8 +496,7 @@ def _in_store(url: str) -> Location:
     address = Address.parse(url)
     query = f"?{address.query}" if address.query else ""
     requests = Requests(f"{address.root}{query}", asked=address.url)
-    handed = handed_files(address.root, requests.token) if address.is_http and not address.query else None
-    return Location(RemoteStore(requests.url, requests=requests, handed=handed), address.path)
+    return Location(RemoteStore(requests.url, requests=requests), address.path)
 
 
 SCHEMES |= dict.fromkeys(("s3", "gs", "http", "https"), _in_store)
