@@ -9,7 +9,10 @@ same client that keeps all of it in fresh memory, as a load must (``kept``); and
     python -m benchmarks.stores clients [--gb 1] [--piece-mib 4] [--in-flight 16] [--latency-ms 0] [--mb-s 0] [--json]
     python -m benchmarks.stores load    [--gb 1] [--latency-ms 0] [--mb-s 0] [--connection-mb-s 0]
                                        [--layout rows] [--pairs 7] [--json]
+    python -m benchmarks.stores serve   [--gb 1] [--floor plain|kept|local] [--layout rows] [--pairs 7] [--json]
     python -m benchmarks.stores cache   [--gb 1] [--latency-ms 0] [--mb-s 0] [--pairs 7] [--cold] [--json]
+
+``serve`` does the same with `shardload serve`: ``load`` is sent the bytes, ``handed`` gets the open file.
 
 ``cache`` loads the file at the address without a cache, with an empty one (first start), with a full one (second
 start), and from the disk, in turn; ``--cold`` drops the file and the cache from the page cache before each.
@@ -51,9 +54,21 @@ def server(
         process.terminate()
 
 
+@contextlib.contextmanager
+def served(folder: Path, *options: str) -> Iterator[str]:
+    """Yield the address of a folder on a server that `shardload serve` runs."""
+    code = [sys.executable, "-m", "shardload", "serve", "--root", str(folder), "--listen", "127.0.0.1:0", *options]
+    with subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        yield f"{process.stdout.readline().split()[-1]}/{folder.name}"
+        process.terminate()
+
+
 def plain(address: str, pieces: list[tuple[int, int]], in_flight: int, *, keep: bool = False) -> None:
     """Read pieces by as many threads, each with one connection and one buffer; or keep all bytes in fresh memory."""
-    host, port = address.removeprefix("http://").split(":")
+    place, _, path = address.removeprefix("http://").partition("/")
+    host, port = place.split(":")
+    name = f"/{path}/{NAME}".replace("//", "/")
     rest, lock = iter(pieces), threading.Lock()
     failed: list[BaseException] = []
     whole = memoryview(np.empty(pieces[-1][1] if keep else 0, np.uint8))
@@ -67,7 +82,7 @@ def plain(address: str, pieces: list[tuple[int, int]], in_flight: int, *, keep: 
                     with lock:
                         if (piece := next(rest, None)) is None:
                             return
-                    _fetch(connection, host, piece, whole[slice(*piece)] if keep else buffer)
+                    _fetch(connection, host, name, piece, whole[slice(*piece)] if keep else buffer)
         except BaseException as error:
             failed.append(error)
 
@@ -80,9 +95,9 @@ def plain(address: str, pieces: list[tuple[int, int]], in_flight: int, *, keep: 
         raise failed[0]
 
 
-def _fetch(connection: socket.socket, host: str, piece: tuple[int, int], buffer: memoryview) -> None:
+def _fetch(connection: socket.socket, host: str, name: str, piece: tuple[int, int], buffer: memoryview) -> None:
     start, stop = piece
-    connection.sendall(f"GET /{NAME} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={start}-{stop - 1}\r\n\r\n".encode())
+    connection.sendall(f"GET {name} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={start}-{stop - 1}\r\n\r\n".encode())
     head = b""
     while b"\r\n\r\n" not in head:
         head += connection.recv(4096)
@@ -217,6 +232,27 @@ def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         return compare(cases, floor="plain", pairs=args.pairs, n_bytes=size)
 
 
+def serve(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare loads from `shardload serve`, over a connection and with files handed over, with plain downloads."""
+    from benchmarks.checkpoint import write_safetensors
+
+    path = write_safetensors(folder, int(args.gb * 1e9))
+    path = path.rename(folder / NAME)
+    size = path.stat().st_size
+    arrays = _array_load(args.layout)
+    step, in_flight = args.piece_mib << 20, args.in_flight
+    pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
+    with served(folder, "--no-hand-over") as address, served(folder) as near:
+        cases: dict[str, Callable[[], object]] = {
+            "plain": lambda: plain(address, pieces, in_flight),
+            "kept": lambda: plain(address, pieces, in_flight, keep=True),
+            "load": lambda: arrays(f"{address}/{NAME}"),
+            "handed": lambda: arrays(f"{near}/{NAME}"),
+            "local": lambda: arrays(str(path)),
+        }
+        return compare(cases, floor=args.floor, pairs=args.pairs, n_bytes=size)
+
+
 def cache(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Compare first and second starts with the cache of ranges with loads without it, and from the disk."""
     import shardload
@@ -301,7 +337,7 @@ def _drop(folder: Path) -> None:
 def main() -> None:
     """Run one comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clients", "load", "cache"])
+    parser.add_argument("what", choices=["clients", "load", "serve", "cache"])
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--piece-mib", type=int, default=4)
     parser.add_argument("--in-flight", type=int, default=16)
@@ -310,11 +346,12 @@ def main() -> None:
     parser.add_argument("--connection-mb-s", type=float, default=0.0, help="what each connection sends at most (load)")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache before each load")
+    parser.add_argument("--floor", choices=["plain", "kept", "local"], default="plain", help="compared with (serve)")
     parser.add_argument("--layout", choices=["rows", "columns"], default="rows")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardload-stores-") as name:
-        found = {"clients": clients, "load": load, "cache": cache}[args.what](Path(name), args)
+        found = {"clients": clients, "load": load, "serve": serve, "cache": cache}[args.what](Path(name), args)
     if args.json:
         print(json.dumps({"arguments": vars(args), "results": found}))
         return
@@ -326,11 +363,12 @@ def main() -> None:
             print(f"{case:8} {row['gb_s']:6.2f} GB/s {row['cpu_s_per_gb']:6.2f} CPU-s/GB  {'; '.join(ratios)}")
         print(f"first start: {100 * found['first']['left_out']:.0f} % left out, as the disk was too slow")
         return
+    floor = f"the rate of {args.floor}" if args.what == "serve" and args.floor != "plain" else "the plain client's rate"
     for case, row in found.items():
         low, high = row["quartiles"]
         print(
             f"{case:12} {row['gb_s']:6.2f} GB/s {row['cpu_s_per_gb']:6.2f} CPU-s/GB  {row['rate_over_floor']:5.2f} of "
-            f"the plain client's rate ({low:.2f}-{high:.2f})"
+            f"{floor} ({low:.2f}-{high:.2f})"
         )
 
 
