@@ -10,18 +10,15 @@ file is read like any other file here, straight into the shards. Whatever goes w
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import socket
-import ssl
 import stat
 import sys
-from contextlib import closing, suppress
-from typing import Any
+from contextlib import suppress
 from urllib.parse import urlsplit
 
-from shardload.stores.clients import certificates_file
+from shardload.stores.answers import page_of
 from shardload.stores.local import LocalFile
 from shardload.stores.tokens import BearerToken
 
@@ -66,11 +63,10 @@ def handed_files(root: str, token: BearerToken | None) -> HandedFiles | None:
     """
     if sys.platform != "linux":
         return None
-    parts = urlsplit(root)
-    with suppress(OSError, ValueError, http.client.HTTPException):
-        if not _is_of_this_machine(parts.hostname or ""):
+    with suppress(OSError, ValueError, AttributeError):
+        if not _is_of_this_machine(urlsplit(root).hostname or ""):
             return None
-        found = _asked(parts.scheme, parts.netloc, {} if token is None else token.headers)
+        found = json.loads(page_of(f"{root}{SERVER_PATH}", LINE_BYTES, headers=token.headers if token else {}) or b"{}")
         name = found.get("socket")
         if found.get("server") == "shardload" and isinstance(name, str) and 0 < len(name) < 100:
             return HandedFiles(name, token)
@@ -84,19 +80,3 @@ def _is_of_this_machine(host: str) -> bool:
         made.bind(address)
         return True
     return False
-
-
-def _asked(scheme: str, place: str, headers: dict[str, str]) -> dict[str, Any]:
-    made: http.client.HTTPConnection
-    if scheme == "https":
-        context = ssl.create_default_context()
-        if (path := certificates_file()) is not None:
-            context.load_verify_locations(path)
-        made = http.client.HTTPSConnection(place, timeout=WAIT_S, context=context)
-    else:
-        made = http.client.HTTPConnection(place, timeout=WAIT_S)
-    with closing(made):
-        made.request("GET", SERVER_PATH, headers=headers)
-        answer = made.getresponse()
-        found = json.loads(answer.read(LINE_BYTES)) if answer.status == http.client.OK else None
-    return found if isinstance(found, dict) else {}
