@@ -9,6 +9,7 @@ regular files of checkpoints, also where a link leads to one, but none outside o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -22,7 +23,7 @@ from typing import Literal
 
 from shardload.errors import ShardloadError, SourceNotFoundError, UnsafeSourceError, UsageError
 from shardload.loaders.contents import FolderContent
-from shardload.loaders.orbax.loader import possible_steps, step_number
+from shardload.loaders.orbax.loader import step_names, step_number
 from shardload.loaders.recognition import recognise
 from shardload.loaders.registry import FormatSpec, specs
 from shardload.stores.handed import SERVED_TAG
@@ -33,12 +34,17 @@ from shardload.units import plural
 _MOST_FILES = 1_000_000
 """Most files in all folders that are served: a catalogue is held in memory."""
 _MOST_DEPTH = 32
-_SMALL_FILES = (".json", ".model", ".txt", ".spm", ".jinja", ".tiktoken", ".vocab")
+_SMALL_FILES = (".json", ".model", "vocab.txt", "merges.txt", ".spm", ".jinja", ".tiktoken", ".vocab")
 """Endings of files that describe the weights beside them: configurations, tokenizers, indexes of shards."""
 _ZARR_FILES = (".zarray", ".zattrs", ".zgroup", ".zmetadata")
 """Names of files of a step that begin with a dot although they are not hidden from anyone."""
 _RESCAN_S = 2.0
-"""How soon a scan may follow another one, where a name is asked for that the catalogue lacks."""
+"""Least seconds between two scans; as long as the last scan took, if that is longer."""
+_DIGESTS = "shardload"
+"""Folder of digests beside the files of a checkpoint."""
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOVED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
+"""Errors of a file that is gone, or whose place something else took: a link, a folder, a socket."""
 RESERVED = ("api", "healthz", "readyz", "metrics", "openapi.json")
 """Names directly below a server's address that are its own."""
 
@@ -53,6 +59,8 @@ class ServedFile:
     tag: str
     """Its ETag: text that differs whenever the file was changed or replaced."""
     changed_s: float
+    link: Path | None = None
+    """The path by which the scan came to it, if there are links in that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,13 @@ class _Scan:
     checkpoints: dict[str, ServedCheckpoint] = field(default_factory=dict)
     left_out: dict[str, None] = field(default_factory=dict)
     """Why files are not served, each once."""
+    n_folders: int = 0
+
+    def count_folder(self, path: Path) -> None:
+        """Count a folder that is looked at: links can make very many paths of a few folders."""
+        self.n_folders += 1
+        if self.n_folders > _MOST_FILES:
+            raise UnsafeSourceError(f"Cannot serve more than {_MOST_FILES:,} folders; {path} is one more")
 
     def add(self, key: str, file: ServedFile) -> None:
         if len(self.files) >= _MOST_FILES:
@@ -105,7 +120,9 @@ class Catalogue:
         if not self.roots:
             raise UsageError("Cannot serve nothing: name a folder with --root DIR")
         self._lock = threading.Lock()
-        self._found, self._scanned_s = self._scan(), time.monotonic()
+        # Decided once: a file that is added to a folder must not change the addresses of all others.
+        self._whole = {root for root in self.roots if _Folder(root).is_one_checkpoint()}
+        self._scan_all()
 
     def checkpoints(self) -> list[ServedCheckpoint]:
         """Return the checkpoints, sorted by name."""
@@ -125,50 +142,57 @@ class Catalogue:
         return self._found.files.get(key)
 
     def is_old(self) -> bool:
-        """Whether the folders may be scanned again for a name that the catalogue lacks."""
-        return time.monotonic() - self._scanned_s >= _RESCAN_S
+        """Whether the folders may be scanned again for what was added since."""
+        return time.monotonic() >= self._old_s
 
     def refresh(self) -> None:
         """Scan the folders again, unless another thread has just done so."""
         asked_s = time.monotonic()
         with self._lock:
-            if self._scanned_s < asked_s:
-                began_s = time.monotonic()
-                self._found = self._scan()
-                self._scanned_s = began_s
+            if self._began_s < asked_s:
+                self._scan_all()
+
+    def _scan_all(self) -> None:
+        began_s = time.monotonic()
+        self._found = self._scan()
+        ended_s = time.monotonic()
+        self._began_s, self._old_s = began_s, ended_s + max(_RESCAN_S, ended_s - began_s)
 
     def open(self, key: str) -> tuple[int, ServedFile] | None:
-        """Open a file for reading and return its descriptor, and what it is now; ``None`` if it is gone."""
-        if (listed := self.file(key)) is None:
+        """Open a file for reading and return its descriptor, and what it is now; ``None`` if it is gone or moved.
+
+        Raises:
+            OSError: When the file may be there but cannot be opened now, as with too many open files.
+        """
+        if (listed := self.file(key)) is None or (listed.link and Path(os.path.realpath(listed.link)) != listed.path):
             return None
+        root = next(root for root in self.roots if listed.path.is_relative_to(root))
         try:
-            # Links and pipes that took the file's place since the scan are not followed, and not waited for.
-            descriptor = os.open(listed.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode) or listed.path.resolve() != listed.path:
-                raise FileNotFoundError
-        except OSError:
+            descriptor = _open_below(root, listed.path)
+        except OSError as error:
+            if error.errno in _MOVED:
+                return None
+            raise
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
             os.close(descriptor)
             return None
-        found = _served(listed.path, facts)
+        found = _served(listed.path, facts, listed.link)
         if found != listed:
             self._found.files[key] = found
         return descriptor, found
 
     def is_same(self, descriptor: int, found: ServedFile) -> bool:
         """Whether an open file is still what it was when it was opened."""
-        return _served(found.path, os.fstat(descriptor)) == found
+        return _tag(os.fstat(descriptor)) == found.tag
 
     def _scan(self) -> _Scan:
         found = _Scan()
         for root in self.roots:
             own, taken = _Folder(root), set(found.folders[""])
-            if (spec := own.format()) is None:
+            if root not in self._whole:
                 own.add_inside(found, "", taken, depth=0)
-            elif _is_free(root, root.name, taken, found):
+            elif (spec := own.format()) is not None and _is_free(root, root.name, taken, found):
                 own.add_whole(found, root.name, spec)
         return found
 
@@ -184,17 +208,38 @@ def _root(root: str | os.PathLike[str]) -> Path:
     return found
 
 
-def _served(path: Path, facts: os.stat_result) -> ServedFile:
+def _open_below(root: Path, path: Path) -> int:
+    """Open a file name by name: no link that took the place of a folder since the scan is followed, however briefly."""
+    folder = os.open(root, _FOLDER)
+    try:
+        *above, name = path.relative_to(root).parts
+        for each in above:
+            inner = os.open(each, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # A pipe that took the file's place is not waited for.
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _served(path: Path, facts: os.stat_result, link: Path | None = None) -> ServedFile:
+    return ServedFile(path, facts.st_size, _tag(facts), facts.st_mtime, link)
+
+
+def _tag(facts: os.stat_result) -> str:
     identity = f"{facts.st_dev} {facts.st_ino} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_size}"
-    tag = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-    return ServedFile(path, facts.st_size, f"{SERVED_TAG}{tag}", facts.st_mtime)
+    return SERVED_TAG + hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
 class _Folder:
     """A folder of a root, while it is scanned."""
 
-    def __init__(self, path: Path, root: Path | None = None, above: frozenset[Path] = frozenset()) -> None:
+    def __init__(
+        self, path: Path, root: Path | None = None, above: frozenset[Path] = frozenset(), shown: Path | None = None
+    ) -> None:
         self.path, self.root = path, path if root is None else root
+        self.shown = path if shown is None else shown
         self.above = above | {path}
         try:
             self.names = sorted(each.name for each in path.iterdir() if _is_shown(each.name))
@@ -210,48 +255,74 @@ class _Folder:
                 return found
         return None
 
+    def is_one_checkpoint(self) -> bool:
+        """Whether the folder is a checkpoint, and not just one that also has files of weights next to others."""
+        if (spec := self.format()) is None:
+            return False
+        return not spec.endings or not any((self.path / name).is_dir() for name in self.names if name != _DIGESTS)
+
     def add_whole(self, found: _Scan, key: str, spec: FormatSpec) -> None:
-        """Add a folder that is a checkpoint, with everything in it."""
-        before = len(found.files)
-        n_bytes = self._add_all(found, key, depth=0)
+        """Add a folder that is a checkpoint: everything in it, if its own files say what it is.
+
+        Of a folder of weights that nothing describes, or of steps, only these are part of the checkpoint: it may be
+        any folder with a file of weights in it.
+        """
+        n_before, steps = len(found.files), []
         content = FolderContent(located(self.path), self.names)
-        names = [] if not spec.contains_some(content) or spec.is_folder(content) else possible_steps(self.names)
-        steps = tuple(sorted(n for name in names if (n := step_number(name)) is not None))
-        if len(found.files) > before:
+        is_described = spec.is_folder(content) and not spec.endings
+        if is_described:
+            n_bytes = self._add_all(found, key, depth=0)
+        else:
+            steps = [] if spec.endings else step_names(content.path)
+            inside = [(name, self._folder(name, found)) for name in (*steps, _DIGESTS) if name in self.names]
+            n_bytes = sum(
+                folder._add_all(found, f"{key}/{name}", depth=1) for name, folder in inside if folder is not None
+            )
+            n_bytes += self._add_files(found, key, self.names, is_whole=True)
+        if (n_files := len(found.files) - n_before) > 0:
             kind: Literal["folder", "run"] = "run" if steps else "folder"
-            n_files = len(found.files) - before
-            found.checkpoints[key] = ServedCheckpoint(key, spec.name, kind, n_files, n_bytes, steps)
+            numbers = tuple(sorted(n for name in steps if (n := step_number(name)) is not None))
+            found.checkpoints[key] = ServedCheckpoint(key, spec.name, kind, n_files, n_bytes, numbers)
+        if not is_described:
+            others = [name for name in self.names if name not in {*steps, _DIGESTS}]
+            self._add_folders(found, key, others, depth=1)
 
     def add_inside(self, found: _Scan, key: str, taken: set[str], *, depth: int) -> None:
         """Add the checkpoints in a folder that is none itself; names in ``taken`` belong to an earlier root."""
-        files: dict[str, ServedFile] = {}
-        for name in self.names:
-            inner = f"{key}/{name}" if key else name
-            if not key and not _is_free(self.path / name, name, taken, found):
-                continue
+        names = [name for name in self.names if key or _is_free(self.path / name, name, taken, found)]
+        self._add_folders(found, key, names, depth=depth)
+        self._add_files(found, key, names)
+
+    def _add_folders(self, found: _Scan, key: str, names: Iterable[str], *, depth: int) -> None:
+        for name in names if depth <= _MOST_DEPTH else ():
             if (folder := self._folder(name, found)) is not None:
+                inner = f"{key}/{name}" if key else name
                 if (spec := folder.format()) is not None:
                     folder.add_whole(found, inner, spec)
-                elif depth < _MOST_DEPTH:
+                else:
                     folder.add_inside(found, inner, set(), depth=depth + 1)
-            elif (file := self._file(name, found)) is not None:
-                files[name] = file
-        self._add_files(found, key, files)
 
-    def _add_files(self, found: _Scan, key: str, files: dict[str, ServedFile]) -> None:
-        """Add those files of a folder that are checkpoints, and the small ones that may describe them."""
+    def _add_files(self, found: _Scan, key: str, names: Iterable[str], *, is_whole: bool = False) -> int:
+        """Add those files of a folder that are weights, and the small ones that may describe them.
+
+        Each is a checkpoint of its own, unless the folder as a whole is one. Returns their number of bytes.
+        """
         endings = tuple(ending for spec in specs() for ending in spec.endings if ending not in _SMALL_FILES)
+        files = {name: file for name in names if (file := self._file(name, found)) is not None}
         formats: dict[str, FormatSpec] = {}
         for name, file in files.items():
             if name.lower().endswith(endings):
                 with suppress(ShardloadError, OSError):
                     formats[name] = recognise(located(file.path))
+        n_bytes = 0
         for name, file in files.items() if formats else ():
             inner = f"{key}/{name}" if key else name
-            if name in formats and formats[name].first_part(name) == name:
+            if not is_whole and name in formats and formats[name].first_part(name) == name:
                 found.checkpoints[inner] = ServedCheckpoint(inner, formats[name].name, "file", 1, file.n_bytes)
             if name in formats or name.lower().endswith(_SMALL_FILES):
                 found.add(inner, file)
+                n_bytes += file.n_bytes
+        return n_bytes
 
     def _add_all(self, found: _Scan, key: str, *, depth: int) -> int:
         n_bytes = 0
@@ -268,15 +339,23 @@ class _Folder:
         path = self._inside(name, found)
         if path is None or path in self.above or not path.is_dir():
             return None
-        return _Folder(path, self.root, self.above)
+        found.count_folder(path)
+        if not os.access(path, os.R_OK | os.X_OK):
+            found.left_out[f"{path} is not served: this user may not read it"] = None
+        return _Folder(path, self.root, self.above, self.shown / name)
 
     def _file(self, name: str, found: _Scan) -> ServedFile | None:
         path = self._inside(name, found)
         if path is None:
             return None
+        shown = self.shown / name
         with suppress(OSError):
             facts = path.lstat()
-            return _served(path, facts) if stat.S_ISREG(facts.st_mode) else None
+            if not stat.S_ISREG(facts.st_mode):
+                return None
+            if os.access(path, os.R_OK):
+                return _served(path, facts, None if shown == path else shown)
+            found.left_out[f"{path} is not served: this user may not read it"] = None
         return None
 
     def _inside(self, name: str, found: _Scan) -> Path | None:

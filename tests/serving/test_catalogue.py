@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import shutil
 import socket
+import threading
 
 import gguf_pairs
 import keras
@@ -89,6 +91,99 @@ def test_only_files_of_checkpoints(root):
     assert found.file("keras/some.json") is not None  # it may describe the weights
     assert found.file("keras/broken.weights.h5") is None
     assert "docs" not in found.names("") and ".git" not in found.names("team/hf")
+
+
+@pytest.mark.parametrize("where", ["loose", "steps"])
+def test_a_folder_that_also_has_weights_is_not_served_with_everything_in_it(root, where):
+    folder = root / "mine"
+    (folder / "private").mkdir(parents=True)
+    for name in ("id_rsa", "notes.txt", "private/key.pem"):
+        (folder / name).write_text("password")
+    if where == "loose":
+        save_file({"x": np.ones(3, np.float32)}, folder / "x.safetensors")
+        (folder / "vocab.txt").write_text("a")
+        shutil.copytree(root / "team" / "hf", folder / "nested")
+        expected = {"vocab.txt": False, "x.safetensors": False, "nested": True}
+    else:
+        shutil.copytree(root / "run" / "2", folder / "2")
+        shutil.copytree(root / "team" / "hf", folder / "nested")
+        expected = {"2": True, "nested": True}
+    for found, key in ((Catalogue([root]), "mine"), (Catalogue([folder]), "" if where == "loose" else "mine")):
+        assert found.names(key) == expected
+        assert facts(found)[f"{key}/nested".lstrip("/")] == ("hf-safetensors", "folder")
+        if where == "steps":
+            assert found.file("mine/2/_CHECKPOINT_METADATA") is not None
+
+
+def test_a_file_that_is_added_changes_no_addresses(root):
+    found = Catalogue([root])
+    before = facts(found)
+    save_file({"x": np.ones(3, np.float32)}, root / "x.safetensors")
+    found.refresh()
+    assert facts(found) == before | {"x.safetensors": ("safetensors", "file")} == facts(Catalogue([root]))
+
+
+def test_a_link_that_leads_elsewhere_since(root):
+    (root / "latest").symlink_to("run/2")
+    found = Catalogue([root])
+    key = "latest/_CHECKPOINT_METADATA"
+    os.close(found.open(key)[0])
+    (root / "latest").unlink()
+    (root / "latest").symlink_to("run/10")
+    assert found.open(key) is None
+    found.refresh()
+    descriptor, _ = found.open(key)
+    with os.fdopen(descriptor, "rb") as file:
+        assert file.read() == (root / "run" / "10" / "_CHECKPOINT_METADATA").read_bytes()
+
+
+def test_a_folder_that_is_swapped_for_a_link_while_a_file_is_opened(root, tmp_path):
+    """As often as it is swapped: either the file that was listed is opened, or none."""
+    found = Catalogue([root])
+    folder, kept, secret = root / "team" / "hf", root / "team" / "kept", tmp_path / "secret"
+    shutil.copytree(folder, secret)
+    (secret / "config.json").write_text("password")
+    folder.rename(kept)
+    stop = threading.Event()
+
+    def swap():
+        while not stop.is_set():
+            folder.symlink_to(secret)
+            folder.unlink()
+            kept.rename(folder)
+            folder.rename(kept)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    try:
+        for _ in range(3000):
+            if (opened := found.open("team/hf/config.json")) is not None:
+                with os.fdopen(opened[0], "rb") as file:
+                    assert file.read() != b"password"
+    finally:
+        stop.set()
+        swapping.join()
+
+
+def test_a_file_that_cannot_be_opened_now_is_not_said_to_be_gone(root):
+    found = Catalogue([root])
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            found.open("team/hf/config.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_this_user_may_not_read_is_said(root):
+    (root / "team" / "hf" / "model.safetensors").chmod(0)
+    (root / "run").chmod(0)
+    found = Catalogue([root])
+    (root / "run").chmod(0o700)
+    assert found.file("team/hf/model.safetensors") is None
+    assert sum("may not read" in line for line in found.left_out()) == 2
 
 
 def test_links_inside_are_followed_and_others_are_not(root, tmp_path):
