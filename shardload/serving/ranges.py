@@ -7,7 +7,7 @@ import re
 
 MOST_RANGES = 256
 """Most ranges of one request."""
-_RANGE = re.compile(r"(\d{1,19})-(\d{0,19})|-(\d{1,19})")
+_RANGE = re.compile(r"(\d{1,19})-(\d{0,19})|-(\d{1,19})", re.ASCII)
 
 
 class UnsatisfiableError(ValueError):

@@ -31,6 +31,8 @@ _STALL_S = 60.0
 """Seconds in which a client must take a piece: slower than 0.3 MB/s counts as stalled."""
 _COPIED_BYTES = 1 << 20
 """Bytes that are read at once where ``sendfile`` cannot send them, as over TLS."""
+_PROBED_BYTES = 1 << 20
+"""How far apart the pages are that are looked for in the page cache."""
 _KIND = "application/octet-stream"
 
 
@@ -59,12 +61,12 @@ async def send_bytes(
     }
     if not _fits(request.headers.getall("If-Match", []), found.tag, otherwise=True):
         return web.Response(status=412, headers=headers)
-    if _fits(request.headers.getall("If-None-Match", []), found.tag, otherwise=False):
+    # A proxy that compresses makes tags weak; for a copy that is compared as a whole, these are as good.
+    known = [each.replace('W/"', '"') for each in request.headers.getall("If-None-Match", [])]
+    if _fits(known, found.tag, otherwise=False):
         return web.Response(status=304, headers=headers)
-    wanted = request.headers.get("If-Range", headers["ETag"])
-    header = request.headers.get("Range") if wanted in (headers["ETag"], headers["Last-Modified"]) else None
     try:
-        ranges = parse_ranges(header, found.n_bytes)
+        ranges = parse_ranges(_range_header(request, headers["ETag"]), found.n_bytes)
     except UnsatisfiableError as error:
         headers["Content-Range"] = f"bytes */{found.n_bytes}"
         return web.Response(status=416, text=f"{error}\n", headers=headers)
@@ -78,6 +80,16 @@ async def send_bytes(
     parts = [(_part_head(mark, each, found.n_bytes), each) for each in ranges]
     headers["Content-Type"] = f"multipart/byteranges; boundary={mark}"
     return await body.send(206, headers, parts, end=f"\r\n--{mark}--\r\n".encode())
+
+
+def _range_header(request: web.Request, tag: str) -> str | None:
+    """Return the header ``Range`` if it counts: of a GET, once, and with a condition only if that is this very tag.
+
+    A date is no such condition: two versions may have the same, as dates of files count seconds, or are copied.
+    """
+    found = request.headers.getall("Range", [])
+    is_same = request.headers.get("If-Range", tag) == tag
+    return found[0] if request.method == "GET" and is_same and len(found) == 1 else None
 
 
 def _fits(headers: Iterable[str], tag: str, *, otherwise: bool) -> bool:
@@ -134,23 +146,68 @@ class _Body:
         self, response: web.StreamResponse, transport: asyncio.Transport | None, start: int, stop: int
     ) -> None:
         is_plain = transport is not None and transport.get_extra_info("sslcontext") is None
-        step = _PIECE_BYTES if is_plain else _COPIED_BYTES
-        for at in range(start, stop, step):
-            count = min(step, stop - at)
+        for at in range(start, stop, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, stop - at)
             if is_plain:
-                sending: Any = self._loop.sendfile(transport, self._file, at, count, fallback=True)  # type: ignore[arg-type]
-                taken = await asyncio.wait_for(sending, _STALL_S)
-            else:
-                data = await asyncio.to_thread(os.pread, self._file.fileno(), count, at)
-                await asyncio.wait_for(response.write(data), _STALL_S)
-                taken = len(data)
-            self._sent(taken)
-            if taken < count:
-                raise ConnectionAbortedError("the file became shorter while it was sent")
+                await _read_ahead(self._file.fileno(), at, count)
+            async with asyncio.timeout(_STALL_S):
+                if is_plain:
+                    await self._send_piece(transport, at, count)
+                else:
+                    await self._copy_piece(response, at, count)
+
+    async def _send_piece(self, transport: asyncio.Transport | None, at: int, count: int) -> None:
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client left")
+        sending: Any = self._loop.sendfile(transport, self._file, at, count, fallback=True)
+        self._note(await sending, count)
+
+    async def _copy_piece(self, response: web.StreamResponse, start: int, n_bytes: int) -> None:
+        for at in range(start, start + n_bytes, _COPIED_BYTES):
+            count = min(_COPIED_BYTES, start + n_bytes - at)
+            data = await asyncio.to_thread(os.pread, self._file.fileno(), count, at)
+            await response.write(data)
+            self._note(len(data), count)
+
+    def _note(self, taken: int, expected: int) -> None:
+        self._sent(taken)
+        if taken < expected:
+            raise ConnectionAbortedError("the file became shorter while it was sent")
 
     async def _send_last(self, response: web.StreamResponse, start: int, stop: int, end: bytes) -> None:
-        data = os.pread(self._file.fileno(), stop - start, start)
-        if len(data) < stop - start or not self._is_same(self._file.fileno()):
+        data, is_same = await asyncio.to_thread(self._read_last, start, stop)
+        if len(data) < stop - start or not is_same:
             raise ConnectionAbortedError("the file changed while it was sent")
         await asyncio.wait_for(response.write(data + end), _STALL_S)
         self._sent(len(data))
+
+    def _read_last(self, start: int, stop: int) -> tuple[bytes, bool]:
+        data = os.pread(self._file.fileno(), stop - start, start)
+        return data, self._is_same(self._file.fileno())
+
+
+async def _read_ahead(descriptor: int, at: int, count: int) -> None:
+    """Read bytes into the page cache, if they are not there: ``sendfile`` would wait for the disk, and all clients too.
+
+    Only a few of the pages are looked at, as whoever reads a file reads it in large pieces.
+    """
+    last = at + count - 1
+    if not all(_is_cached(descriptor, each) for each in (*range(at, last, _PROBED_BYTES), last)):
+        await asyncio.to_thread(_read_over, descriptor, at, count)
+
+
+def _is_cached(descriptor: int, at: int) -> bool:
+    flag = getattr(os, "RWF_NOWAIT", None)
+    if flag is None:
+        return True
+    try:
+        return os.preadv(descriptor, [bytearray(1)], at, flag) >= 0
+    except OSError:  # it is not, or the file system cannot tell
+        return False
+
+
+def _read_over(descriptor: int, at: int, count: int) -> None:
+    buffer = memoryview(bytearray(min(count, _COPIED_BYTES)))
+    stop = at + count
+    while at < stop and (taken := os.preadv(descriptor, [buffer[: stop - at]], at)):
+        at += taken

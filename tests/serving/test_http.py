@@ -75,6 +75,20 @@ def test_conditions(server, data):
     assert server.get(FILE, If_Match=tag, Range="bytes=0-3")[::2] == (206, data[:4])
     assert server.get(FILE, If_Range=tag, Range="bytes=0-3")[0] == 206
     assert server.get(FILE, If_Range='"other"', Range="bytes=0-3")[::2] == (200, data)
+    assert server.get(FILE, If_None_Match=f'"other", W/{tag}')[0] == 304  # only whole copies are compared
+    assert server.get(FILE, If_Match=f"W/{tag}")[0] == 412
+    dated = server.get(FILE, method="HEAD")[1]["Last-Modified"]
+    for weak in (f"W/{tag}", dated):  # two versions may have the same
+        assert server.get(FILE, If_Range=weak, Range="bytes=0-3")[::2] == (200, data)
+
+
+def test_ranges_count_once_and_for_get_only(server, data):
+    status, headers, _ = server.get(FILE, method="HEAD", Range="bytes=0-3")
+    assert (status, headers["Content-Length"]) == (200, str(len(data)))
+    asked = (
+        f"GET {FILE} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nRange: bytes=0-3\r\nRange: bytes=5-6\r\n\r\n"
+    )
+    assert server.raw(asked.encode()).startswith(b"HTTP/1.1 200 ")
 
 
 def test_folders(server):
@@ -91,6 +105,7 @@ def test_folders(server):
 
 
 PATHS = [
+    "//", "//models/",
     "/secret", "/models/../secret", "/models/%2e%2e/secret", "/..%2fsecret", "//etc/passwd", "/%2fetc%2fpasswd", "/.",
     "/models/model.safetensors/", "/models/model.safetensors/x", "/models/./model.safetensors", "/models\\..\\secret",
     "/models//model.safetensors", "/models/%00", "/models/model.safetensors%00.json", "/%c0%ae%c0%ae/secret", "/..",

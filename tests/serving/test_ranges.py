@@ -26,7 +26,19 @@ def test_ranges(header, expected):
 
 @pytest.mark.parametrize(
     "header",
-    [None, "", "bytes", "items=0-9", "bytes=", "bytes=9-0", "bytes=a-b", "bytes=--5", "bytes=0-9;20-29", "bytes=1.5-2"],
+    [
+        None,
+        "",
+        "bytes",
+        "items=0-9",
+        "bytes=",
+        "bytes=9-0",
+        "bytes=a-b",
+        "bytes=--5",
+        "bytes=0-9;20-29",
+        "bytes=1.5-2",
+        "bytes=\u0660-\u0661",
+    ],
 )
 def test_other_headers_mean_the_whole_file(header):
     assert parse_ranges(header, 100) is None
