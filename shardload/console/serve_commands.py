@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json as json_module
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shardload.console import streams
+from shardload.console.request_log import RequestLog, json_line, text_line
 from shardload.errors import MissingExtraError
-from shardload.reports import printable
-from shardload.units import exact_bytes
 
 _Root = Annotated[
     list[Path] | None,
@@ -97,27 +92,14 @@ def serve(
         served, *left_out = summary(catalogue)
         for line in left_out:
             streams.note(line)
-        serve(
-            catalogue,
-            listening,
-            tokens=tokens,
-            log=_log_json if log_json else _log_line,
-            started=lambda address: out.text(f"{served} at {address}\n"),
-        )
-
-
-def _log_json(facts: dict[str, Any]) -> None:
-    _write(json_module.dumps({"unix_s": round(time.time(), 3), **facts}))
-
-
-def _log_line(facts: dict[str, Any]) -> None:
-    asked = f"{facts['method']} {facts['path']}" + (f" {facts['range']}" if "range" in facts else "")
-    problem = f" ({facts['problem']})" if "problem" in facts else ""
-    seconds = f"{facts['seconds']:.3f} s"
-    text = f"{facts['client']} {asked}: {facts['status']}{problem}, {exact_bytes(facts['bytes'])}, {seconds}"
-    _write(f"{time.strftime('%H:%M:%S')} {facts['request']} {printable(text)}")
-
-
-def _write(line: str) -> None:
-    with suppress(OSError, ValueError):  # a log that cannot be written ends no server
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
+        log = RequestLog(json_line if log_json else text_line)
+        try:
+            serve(
+                catalogue,
+                listening,
+                tokens=tokens,
+                log=log.note,
+                started=lambda address: out.text(f"{served} at {address}\n"),
+            )
+        finally:
+            log.close()
