@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import re
 import secrets
@@ -24,7 +25,8 @@ from typing import Any
 
 from aiohttp import web
 
-from shardload.serving.catalogue import Catalogue, ServedCheckpoint
+from shardload.errors import ShardloadError
+from shardload.serving.catalogue import Catalogue, ServedCheckpoint, ServedFile
 from shardload.serving.handing import Handing
 from shardload.serving.metrics import Metrics
 from shardload.serving.pages import STYLE, folder_page, home_page
@@ -32,9 +34,12 @@ from shardload.serving.sending import send_bytes
 from shardload.stores.handed import SERVER_PATH
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_ID, _SENT, _ROUTE = web.RequestKey("id", str), web.RequestKey("sent", int), web.RequestKey("route", str)
 _OPEN = ("/healthz", "/readyz")
 """Paths that need no token: a supervisor asks for them."""
-_OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_OWN_NAME = "localhost"
+PAGE_S = 60.0
+"""Seconds in which a client must take a page or a list."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POLICY = "default-src 'none'; style-src 'self'; img-src 'self'; frame-ancestors 'none'; base-uri 'none'"
 _HEADERS = {
@@ -66,15 +71,30 @@ class Access:
         return any(found) and kind.lower() == "bearer"
 
     def names_this_machine(self, host: str) -> bool:
-        """Whether the header ``Host`` names this machine."""
-        return re.sub(r":\d+$", "", host.lower()) in _OWN_NAMES
+        """Whether the header ``Host`` names this machine; an address of it is as good as a name."""
+        name = re.sub(r":\d+$", "", host.lower())
+        if name == _OWN_NAME:
+            return True
+        try:
+            return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+        except ValueError:
+            return False
 
 
 class Service:
-    """Answers requests for what is in a catalogue. ``log`` gets the facts of each request."""
+    """Answers requests for what is in a catalogue.
+
+    ``log`` gets the facts of each request; ``page_s`` is how long a client may take for a page or a list.
+    """
 
     def __init__(
-        self, catalogue: Catalogue, access: Access, log: Callable[[dict[str, Any]], None], *, hands_over: bool = True
+        self,
+        catalogue: Catalogue,
+        access: Access,
+        log: Callable[[dict[str, Any]], None],
+        *,
+        hands_over: bool = True,
+        page_s: float = PAGE_S,
     ) -> None:
         self.catalogue, self.access, self.metrics = catalogue, access, Metrics()
         self.handing = Handing(catalogue, access.allows, log=log, handed=self.metrics.handed.inc)
@@ -82,7 +102,8 @@ class Service:
         """Whether clients on this machine get open files."""
         self.is_ending = False
         """Whether the server stops soon: it is not ready for more."""
-        self._log = log
+        self._log, self._page_s = log, page_s
+        self._scanning: asyncio.Task[None] | None = None
 
     def application(self) -> web.Application:
         """Return the application, which `aiohttp.web.AppRunner` runs."""
@@ -101,19 +122,24 @@ class Service:
     async def _watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give each request an id, and count and log how it ended."""
         given = request.headers.get("X-Request-Id", "")
-        request["id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
-        request["sent"], request["route"] = 0, _route(request.path)
+        request[_ID] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+        request[_SENT], request[_ROUTE] = 0, _route(request.path)
         began_s, status, problem = time.monotonic(), 0, None
         self.metrics.running.inc()
         try:
             response = await handler(request)
             status = response.status
+            async with asyncio.timeout(self._page_s):  # nothing happens here if the handler has sent it already
+                await response.prepare(request)
+                await response.write_eof()
             return response
         except web.HTTPException as error:
             status = error.status
             raise
         except (ConnectionError, TimeoutError, asyncio.CancelledError) as error:
             problem = "stalled" if isinstance(error, TimeoutError) else "cut off"
+            if request.transport is not None:
+                request.transport.abort()  # a client must not take what it has for all
             raise
         except Exception as error:
             status, problem = 500, type(error).__name__
@@ -122,20 +148,25 @@ class Service:
             self.metrics.running.dec()
             self._note(request, status, problem, time.monotonic() - began_s)
 
+    def note_error(self, kind: str, client: str, text: str) -> None:
+        """Count and log an error that no request shows, such as bytes that are none."""
+        self.metrics.errors.labels(kind).inc()
+        self._log({"client": client, "problem": f"{kind}: {text}"})
+
     def _note(self, request: web.Request, status: int, problem: str | None, spent_s: float) -> None:
-        route = request["route"]
+        route = request[_ROUTE]
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(spent_s)
         if problem is not None:
             self.metrics.errors.labels(problem).inc()
         facts = {
-            "request": request["id"],
+            "request": request[_ID],
             "client": request.remote,
             "method": request.method,
             "path": request.path,
             "range": request.headers.get("Range"),
             "status": status,
-            "bytes": request["sent"],
+            "bytes": request[_SENT],
             "seconds": round(spent_s, 6),
             "problem": problem,
         }
@@ -145,7 +176,7 @@ class Service:
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse who may not ask."""
         if self.access.is_local and not self.access.names_this_machine(request.host):
-            raise web.HTTPMisdirectedRequest(text=f"This server answers to {', '.join(_OWN_NAMES)} only.\n")
+            raise web.HTTPMisdirectedRequest(text=f"This server answers to {_OWN_NAME} and 127.0.0.1 only.\n")
         if request.path not in _OPEN and not self.access.allows(request.headers.get("Authorization")):
             raise web.HTTPUnauthorized(
                 text="Send a token of this server: Authorization: Bearer TOKEN\n",
@@ -172,20 +203,40 @@ class Service:
         return web.Response(text=STYLE, content_type="text/css")
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
-        if self.catalogue.is_old():
-            await asyncio.to_thread(self.catalogue.refresh)
+        await self._refresh_old()
+        return await asyncio.to_thread(self._checkpoint_list)
+
+    def _checkpoint_list(self) -> web.Response:
         return _json({"checkpoints": [_described(each) for each in self.catalogue.checkpoints()]})
+
+    async def _refresh_old(self) -> None:
+        if self.catalogue.is_old():
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Scan the folders. All who wait, wait for one scan in one thread: the other threads open and read files."""
+        if self._scanning is None:
+            self._scanning = asyncio.create_task(self._scan())
+        await asyncio.shield(self._scanning)
+
+    async def _scan(self) -> None:
+        try:
+            await asyncio.to_thread(self.catalogue.refresh)
+        except (ShardloadError, OSError) as error:  # what was found before is still served
+            self.metrics.errors.labels("scan").inc()
+            self._log({"problem": f"cannot look for new checkpoints: {error}"})
+        finally:
+            self._scanning = None
 
     async def _key(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for a file or a folder."""
         key = request.match_info["key"]
         folder = key.removesuffix("/")
-        if not self._has(key) and self.catalogue.is_old():
-            await asyncio.to_thread(self.catalogue.refresh)
-        if (names := self.catalogue.names(folder)) is not None:
-            return self._folder(request, folder, names)
-        opened = await asyncio.to_thread(self.catalogue.open, key)
-        if opened is None:
+        if self.catalogue.file(key) is None:  # of a file, it is seen when it is opened whether it changed
+            await self._refresh_old()
+        if self.catalogue.names(folder) is not None and not key.startswith("/"):
+            return await asyncio.to_thread(self._folder, request, folder)
+        if (opened := await self._opened(key)) is None:
             raise web.HTTPNotFound(text="There is no such file.\n")
         descriptor, found = opened
         with FileIO(descriptor) as file:
@@ -197,16 +248,25 @@ class Service:
                 sent=lambda n_bytes: self._sent(request, n_bytes),
             )
 
-    def _has(self, key: str) -> bool:
-        return self.catalogue.file(key) is not None or self.catalogue.names(key.removesuffix("/")) is not None
+    async def _opened(self, key: str) -> tuple[int, ServedFile] | None:
+        try:
+            found = await asyncio.to_thread(self.catalogue.open, key)
+            if found is None and self.catalogue.file(key) is not None:  # it is gone, or a link leads elsewhere since
+                await self._refresh()
+                found = await asyncio.to_thread(self.catalogue.open, key)
+        except OSError as error:
+            self.metrics.errors.labels("open").inc()
+            raise web.HTTPServiceUnavailable(text="The file cannot be opened now.\n") from error
+        return found
 
     def _sent(self, request: web.Request, n_bytes: int) -> None:
-        request["sent"] += n_bytes
+        request[_SENT] += n_bytes
         self.metrics.sent.labels("disk").inc(n_bytes)
 
-    def _folder(self, request: web.Request, folder: str, names: dict[str, bool]) -> web.Response:
+    def _folder(self, request: web.Request, folder: str) -> web.Response:
         if not request.path.endswith("/"):
             raise web.HTTPMovedPermanently(f"{request.rel_url.raw_path}/")
+        names = self.catalogue.names(folder) or {}
         if request.headers.get("Accept", "").partition(",")[0].strip() == "application/json":
             files = {name: self.catalogue.file(f"{folder}/{name}".lstrip("/")) for name in names}
             entries = [
@@ -223,7 +283,7 @@ class Service:
 async def _with_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Say in each answer which request it is for, and what a browser may do with it."""
     response.headers.update(_HEADERS)
-    if (number := request.get("id")) is not None:
+    if (number := request.get(_ID)) is not None:
         response.headers["X-Request-Id"] = number
 
 

@@ -7,9 +7,9 @@ import ipaddress
 import re
 import resource
 import signal
-import socket
 import ssl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from aiohttp import web
 from shardload.errors import SourceError, UsageError
 from shardload.serving.application import Access, Service
 from shardload.serving.catalogue import Catalogue
+from shardload.serving.listener import Listener, bound
+from shardload.serving.noise import server_log
 from shardload.stores.tokens import private_content
 
 _LEAST_TOKEN = 16
@@ -27,7 +29,10 @@ _LEAST_TOKEN = 16
 _TOKEN = re.compile(rb"[!-~]{%d,}" % _LEAST_TOKEN)
 _IDLE_S = 75.0
 """Seconds after which a connection without a complete request is closed."""
+_HANDSHAKE_S = 15.0
 _BACKLOG = 1024
+_THREADS = 32
+"""Threads that open and read files: they wait for the disk more than they compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +138,7 @@ def serve(
     service = Service(catalogue, access, log, hands_over=listening.hands_over)
     context = listening.tls()
     _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
-    with _bound(listening) as listener:
+    with bound(listening.host, listening.port, most=listening.most_connections) as listener:
         asyncio.run(_run(service, listener, listening, context, started))
 
 
@@ -145,35 +150,9 @@ def _allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _bound(listening: Listening) -> socket.socket:
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            listening.host, listening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind, number)
-    except OSError as error:
-        raise SourceError(f"Cannot listen at {listening.host}: {error.strerror or error}") from error
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        found.close()
-        raise SourceError(
-            f"Cannot listen at {listening.host}:{listening.port}: {error.strerror}. --listen takes another address"
-        ) from error
-    return found
-
-
-class _Refused(asyncio.Protocol):
-    """A connection that is closed at once: there are too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
 async def _run(
     service: Service,
-    listener: socket.socket,
+    listener: Listener,
     listening: Listening,
     context: ssl.SSLContext | None,
     started: Callable[[str], None],
@@ -185,20 +164,25 @@ async def _run(
         service.application(),
         access_log=None,
         keepalive_timeout=_IDLE_S,
-        shutdown_timeout=listening.grace_s,
+        shutdown_timeout=listening.grace_s / 2,  # aiohttp waits for so long twice
         handle_signals=False,
+        auto_decompress=False,  # no request has a body that counts
+        logger=server_log(service),
     )
     await runner.setup()
     connect = runner.server
     assert connect is not None
-
-    def protocol() -> asyncio.Protocol:
-        n_open = len(connect.connections)
-        service.metrics.connections.set(n_open + 1)
-        return _Refused() if n_open >= listening.most_connections else connect()
+    service.metrics.connections.set_function(lambda: listener.n_open)
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS))
 
     try:
-        server = await loop.create_server(protocol, sock=listener, ssl=context, backlog=_BACKLOG)
+        server = await loop.create_server(
+            connect,
+            sock=listener,
+            ssl=context,
+            backlog=_BACKLOG,
+            ssl_handshake_timeout=None if context is None else _HANDSHAKE_S,
+        )
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
         port = listener.getsockname()[1]
         handing = loop.create_task(service.handing.run()) if service.hands_over else None
