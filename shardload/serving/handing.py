@@ -20,6 +20,7 @@ from shardload.serving.catalogue import Catalogue
 from shardload.stores.handed import LINE_BYTES
 
 _WAIT_S = 5.0
+_RETRY_S = 0.5
 _MOST_WAITING = 128
 """Most clients that are answered at a time."""
 
@@ -51,7 +52,11 @@ class Handing:
             listener.listen(_MOST_WAITING)
             listener.setblocking(False)
             while True:
-                connection, _ = await loop.sock_accept(listener)
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError:  # too many open files, or the client left
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 if len(self._answering) >= _MOST_WAITING:
                     connection.close()
                     continue
@@ -60,7 +65,7 @@ class Handing:
                 task.add_done_callback(self._answering.discard)
 
     async def _answer(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, ValueError, TimeoutError):
+        with connection, suppress(OSError, ValueError, RecursionError):
             connection.setblocking(False)
             asked = await asyncio.wait_for(_line(connection), _WAIT_S)
             if not isinstance(asked, dict):

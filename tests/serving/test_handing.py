@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import socket
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +109,24 @@ def test_names_that_are_not_served(server, folder):
         assert found.open(key, tag=tag_of(server), shown="x") is None
     assert found.open(NAME, tag="another version", shown="x") is None
     with_closing(found.open(NAME, tag=tag_of(server), shown="x"))
+
+
+def test_handing_over_goes_on_after_bad_lines_and_without_descriptors(server, folder):
+    name = json.loads(server.get("/api/v1/server")[2])["socket"]
+    for line in (b"[" * 50_000 + b"\n", b"\xff\n", b"1\n", b"\n"):
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.connect(f"\0{name}")
+            asked.sendall(line)
+            assert asked.recv(1) == b""
+    pid, limits = server.process.pid, resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(f"\0{name}")
+        time.sleep(0.3)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    time.sleep(1)
+    with_closing(handed_files(server.address, None).open(NAME, tag=tag_of(server), shown="x"))
+    assert not any("Traceback" in line for line in server.log)
 
 
 def test_a_file_that_is_replaced_or_written_to_in_the_middle(server, folder):
