@@ -4,7 +4,8 @@
                                                   304 │ 412 │ 416
 
 The tag of a file is compared again before the last bytes of a body are sent. If the file was written to meanwhile, the
-connection is cut, so that the client sees an error, and never bytes of two versions.
+connection is cut, so that the client sees an error. What is written to the file after that, while pages of it wait in
+the socket, still reaches the client: `sendfile` hands over the pages themselves.
 """
 
 from __future__ import annotations
