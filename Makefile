@@ -22,9 +22,10 @@ SAVES ?= 400
 FOLDERS := .cache/transformers-cross
 WHEELS := .cache/wheels
 MOTO := .cache/moto
+SCHEMATHESIS := .cache/schemathesis
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -99,7 +100,12 @@ moto: $(STAMP)  ## every format, and a run, in an S3 server that others wrote (1
 	$(MOTO)/bin/python -m pip install --quiet --disable-pip-version-check "moto[server,s3]>=5.2,<6"
 	$(BIN)/python -m pytest tests/loading/test_moto.py --moto $(MOTO)/bin/moto_server
 
-nightly: wheels moto kills faults models fuzz folders test-full  ## what takes too long for every change: hours
+schemathesis: $(STAMP)  ## requests to a server that a program makes up from its description (60 MB of downloads)
+	$(PYTHON) -m venv $(SCHEMATHESIS)
+	$(SCHEMATHESIS)/bin/python -m pip install --quiet --disable-pip-version-check "schemathesis>=4.32,<5"
+	$(BIN)/python -m pytest tests/serving/test_schemathesis.py --schemathesis $(SCHEMATHESIS)/bin/schemathesis
+
+nightly: wheels moto schemathesis kills faults models fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 

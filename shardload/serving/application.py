@@ -26,9 +26,10 @@ from typing import Any
 from aiohttp import web
 
 from shardload.errors import ShardloadError
-from shardload.serving.catalogue import Catalogue, ServedCheckpoint, ServedFile
+from shardload.serving.catalogue import RESERVED, Catalogue, ServedCheckpoint, ServedFile
 from shardload.serving.handing import Handing
 from shardload.serving.metrics import Metrics
+from shardload.serving.openapi import document
 from shardload.serving.pages import STYLE, folder_page, home_page
 from shardload.serving.sending import send_bytes
 from shardload.stores.handed import SERVER_PATH
@@ -112,6 +113,7 @@ class Service:
         found.router.add_get("/healthz", self._health)
         found.router.add_get("/readyz", self._ready)
         found.router.add_get("/metrics", self._metrics)
+        found.router.add_get("/openapi.json", self._document)
         found.router.add_get(SERVER_PATH, self._server)
         found.router.add_get("/api/v1/checkpoints", self._checkpoints)
         found.router.add_get("/api/v1/style.css", self._style)
@@ -195,6 +197,9 @@ class Service:
     async def _metrics(self, request: web.Request) -> web.Response:
         self.metrics.checkpoints.set(len(self.catalogue.checkpoints()))
         return web.Response(body=self.metrics.text(), headers={"Content-Type": _METRICS_KIND})
+
+    async def _document(self, request: web.Request) -> web.Response:
+        return _json(document())
 
     async def _server(self, request: web.Request) -> web.Response:
         return _json({"server": "shardload", "socket": self.handing.socket_name if self.hands_over else None})
@@ -290,7 +295,7 @@ async def _with_headers(request: web.Request, response: web.StreamResponse) -> N
 def _route(path: str) -> str:
     """Return what a path is for: the few labels of the metrics."""
     first, _, rest = path.removeprefix("/").partition("/")
-    if first in ("api", "healthz", "readyz", "metrics"):
+    if first in RESERVED:
         return first
     return "files" if rest or first else "home"
 

@@ -29,7 +29,7 @@ from shardload.loaders.registry import FormatSpec, specs
 from shardload.stores.handed import SERVED_TAG
 from shardload.stores.local import located
 from shardload.stores.location import is_litter
-from shardload.units import plural
+from shardload.units import format_bytes, plural
 
 _MOST_FILES = 1_000_000
 """Most files in all folders that are served: a catalogue is held in memory."""
@@ -390,5 +390,5 @@ def summary(catalogue: Catalogue) -> Iterator[str]:
     """Yield lines that say what is served, for an operator."""
     found = catalogue.checkpoints()
     total = sum(each.n_bytes for each in found)
-    yield f"{plural(len(found), 'checkpoint')}, {total / 1e9:.3g} GB"
+    yield f"{plural(len(found), 'checkpoint')}, {format_bytes(total)}"
     yield from catalogue.left_out()

@@ -32,7 +32,7 @@ def refused(*options):
 def test_what_is_said_at_the_beginning(root, tmp_path):
     (root / "x.json").symlink_to(tmp_path)
     with served("--root", root) as server:
-        assert re.fullmatch(r"1 checkpoint, 0\.101 GB at http://127\.0\.0\.1:\d+\n", server.told)
+        assert re.fullmatch(r"1 checkpoint, 96\.0 MiB at http://127\.0\.0\.1:\d+\n", server.told)
         assert server.end() == 0
         assert "x.json is not served: it is a link to" in server.log[0]
 

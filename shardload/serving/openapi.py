@@ -1,0 +1,134 @@
+"""The description of a server's addresses for programs, in the form of OpenAPI 3.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardload import __version__
+
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_PARTS = {"multipart/byteranges": {"schema": {"type": "string", "format": "binary"}}}
+_PAGE = {"text/html": {"schema": {"type": "string"}}}
+_CHECKPOINT = {
+    "type": "object",
+    "required": ["name", "format", "kind", "files", "bytes"],
+    "properties": {
+        "name": {"type": "string", "description": "Its address below the server's"},
+        "format": {"type": "string"},
+        "kind": {"enum": ["file", "folder", "run"]},
+        "files": {"type": "integer", "minimum": 1},
+        "bytes": {"type": "integer", "minimum": 0},
+        "steps": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    },
+}
+_ENTRY = {
+    "type": "object",
+    "required": ["name", "kind"],
+    "properties": {
+        "name": {"type": "string"},
+        "kind": {"enum": ["file", "folder"]},
+        "size": {"type": "integer", "minimum": 0, "description": "Bytes of a file"},
+        "etag": {"type": "string"},
+    },
+}
+
+
+def document() -> dict[str, Any]:
+    """Return the description of all addresses."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "shardload serve",
+            "version": __version__,
+            "description": "Checkpoints, and the byte ranges of their files. Nothing here changes anything.",
+        },
+        "security": [{}, {"token": []}],
+        "paths": {
+            "/healthz": _only("get", "Whether the server answers", {"200": _answer("It does", _TEXT)}, is_open=True),
+            "/readyz": _only(
+                "get",
+                "Whether the server takes more requests",
+                {"200": _answer("It does", _TEXT), "503": _answer("It is to end", _TEXT)},
+                is_open=True,
+            ),
+            "/metrics": _only("get", "Counters for Prometheus", {"200": _answer("All of them", _TEXT)}),
+            "/openapi.json": _only("get", "This document", {"200": _object({"type": "object"})}),
+            "/api/v1/server": _only("get", "What the server is", {"200": _object(_SERVER)}),
+            "/api/v1/checkpoints": _only("get", "The checkpoints", {"200": _object(_list("checkpoints", _CHECKPOINT))}),
+            "/api/v1/style.css": _only("get", "What pages look like", {"200": _answer("CSS", {"text/css": {}})}),
+            "/": _only("get", "The checkpoints as a page, or as a list", {"200": _folder()}),
+            "/{path}": _only("get", "Bytes of a file, or what is in a folder", _file_answers(), _file_parameters()),
+        },
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": "A line of --token-file"}},
+        },
+    }
+
+
+_SERVER = {
+    "type": "object",
+    "required": ["server"],
+    "properties": {
+        "server": {"const": "shardload"},
+        "socket": {
+            "type": ["string", "null"],
+            "description": "Abstract socket of Linux that hands open files to processes of this machine",
+        },
+    },
+}
+
+
+def _list(name: str, items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": [name], "properties": {name: {"type": "array", "items": items}}}
+
+
+def _answer(description: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"description": description} | ({"content": content} if content else {})
+
+
+def _object(schema: dict[str, Any]) -> dict[str, Any]:
+    return _answer("An object", {"application/json": {"schema": schema}})
+
+
+def _folder() -> dict[str, Any]:
+    listed = {"application/json": {"schema": _list("entries", _ENTRY)}}
+    return _answer("A page with a link for each name, or with Accept: application/json a list", _PAGE | listed)
+
+
+def _file_answers() -> dict[str, Any]:
+    whole = _folder()["content"] | _BYTES
+    return {
+        "200": _answer("The whole file, or what is in a folder", whole),
+        "206": _answer("One range, or several as multipart/byteranges", _BYTES | _PARTS),
+        "301": _answer("A folder: its address ends with a slash"),
+        "304": _answer("The file still has the ETag of If-None-Match"),
+        "404": _answer("There is no such file", _TEXT),
+        "412": _answer("The file does not have the ETag of If-Match"),
+        "416": _answer("The file is shorter, or the ranges overlap, go backwards or are too many", _TEXT),
+    }
+
+
+def _file_parameters() -> list[dict[str, Any]]:
+    text = {"type": "string"}
+    path = {"name": "path", "in": "path", "required": True, "schema": text, "description": "May contain slashes"}
+    names = ("Range", "If-Range", "If-Match", "If-None-Match")
+    return [path, *({"name": name, "in": "header", "schema": text} for name in names)]
+
+
+def _only(
+    method: str,
+    summary: str,
+    answers: dict[str, Any],
+    parameters: list[dict[str, Any]] | None = None,
+    *,
+    is_open: bool = False,
+) -> dict[str, Any]:
+    """Return a path with one operation. What all of them may answer is added: a wrong request, and no right to ask."""
+    refusals = {"400": _answer("A request that is none, or with a body", _TEXT)}
+    if not is_open:
+        refusals |= {"401": _answer("A token is needed", _TEXT), "421": _answer("Not a name of this machine", _TEXT)}
+    operation = {"summary": summary, "responses": answers | refusals}
+    if is_open:
+        operation["security"] = []
+    return {method: operation} | ({"parameters": parameters} if parameters else {})

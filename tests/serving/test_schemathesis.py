@@ -1,0 +1,37 @@
+"""Requests that schemathesis makes up from the description of the addresses: `make schemathesis` runs this."""
+
+import json
+import subprocess
+
+import pytest
+from safetensors.numpy import save_file
+from serving import served
+
+EXAMPLES = 1500
+SETTINGS = """
+[parameters]
+"path.path" = "{}"
+[checks]
+positive_data_acceptance.expected-statuses = ["2xx", "3xx", "404", "412", "416"]
+"""
+"""A condition that does not hold, and a range past the end, are requests of the right form."""
+
+
+@pytest.mark.parametrize("path", ["models/model.safetensors", "models/", "models", "missing"])
+def test_made_up_requests_are_answered_as_described(request, tmp_path, path):
+    program = request.config.getoption("--schemathesis")
+    if not program:
+        pytest.skip("needs --schemathesis: run make schemathesis")
+    (tmp_path / "root" / "models").mkdir(parents=True)
+    (tmp_path / "root" / "other").mkdir()
+    save_file({}, tmp_path / "root" / "models" / "model.safetensors")
+    (tmp_path / "schemathesis.toml").write_text(SETTINGS.format(path))
+    with served("--root", tmp_path / "root", "--log-json") as server:
+        command = [program, "run", f"{server.address}/openapi.json", "--max-examples", str(EXAMPLES)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert server.process.poll() is None
+        descriptors = server.descriptors()
+        server.end()
+    statuses = [json.loads(line)["status"] for line in server.log if line.startswith("{")]
+    assert len(statuses) > 1000 and max(statuses) < 500 and descriptors < 30
