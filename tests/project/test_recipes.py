@@ -121,11 +121,18 @@ def kubernetes(name):
     return {found["kind"]: found for found in kubernetes_fields.objects_of(f"how-to/{name}.md")}
 
 
-@pytest.mark.parametrize("name", ["load-on-kubernetes", "start-several-processes"])
-def test_kubernetes_objects_have_only_fields_that_exist(name):
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("load-on-kubernetes", {"Service", "Job"}),
+        ("start-several-processes", {"Service", "Job"}),
+        ("serve-checkpoints", {"DaemonSet"}),
+    ],
+)
+def test_kubernetes_objects_have_only_fields_that_exist(name, kinds):
     forms = json.loads(kubernetes_fields.STORED.read_text())
     found = kubernetes(name)
-    assert found.keys() == {"Service", "Job"}
+    assert found.keys() == kinds
     for one in found.values():
         assert kubernetes_fields.problems(one, forms[kubernetes_fields.title_of(one)]) == []
 
