@@ -77,7 +77,7 @@ class ObjectBytes(Query):
             answer = await obstore.get_async(client, path, options=options)
         except Exception as error:
             failed = FailedTry.of(error)
-            if failed.code == "no length":  # made as it is sent: no file
+            if failed.code == "no length" or _is_redirect(failed):  # made as it is sent, or elsewhere: no file
                 raise answers.web_page(self._store.url, self._name) from None
             if failed.code == "no ranges" or (failed.status == 416 and self._start):
                 # Perhaps a web page: shorter than the file, or made for this request.
@@ -122,6 +122,14 @@ async def _in_time(answer: Any) -> Any:
         raise TimeoutError(f"it sent less than {exact_bytes(last - first)} in {limit_s:.3g} s") from None
     finally:
         del answer
+
+
+def _is_redirect(failed: FailedTry) -> bool:
+    """Whether a server redirects, most often to the same address with a slash, from one that has brackets in it.
+
+    obstore follows no redirect from an address that has one of ``[]{}|^``.
+    """
+    return failed.status is not None and 300 <= failed.status < 400
 
 
 def _is_page(answer: Any) -> bool:
@@ -193,7 +201,7 @@ class WebPage(Query):
         try:
             answer = await obstore.get_async(client, path)
         except Exception as error:
-            if FailedTry.of(error).code != "no length":
+            if (failed := FailedTry.of(error)).code != "no length" and not _is_redirect(failed):
                 raise
             return await self._without_length()
         if not _is_page(answer) or answer.meta["size"] > _MAX_PAGE_BYTES:

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
+from urllib.parse import quote
 
 import gguf_pairs
 import keras
@@ -19,6 +21,7 @@ from shardload.errors import ShardloadError
 from shardload.verifying import verify
 
 TOKEN = "a-token-of-this-server"
+ODD_NAMES = ["br[ack]et", "sp ace", "pl+us{}|^~", "q?x#y", "per%20cent", "c:d", "ü"]
 
 
 def small_model(seed=0):
@@ -32,6 +35,8 @@ def root(tmp_path_factory):
     found = tmp_path_factory.mktemp("models")
     (found / "team").mkdir()
     gguf_pairs.write(found / "team", "llama", "Q8_0")
+    for name in ODD_NAMES:
+        shutil.copytree(found / "team" / "hf", found / name)
     shardload.load(found / "team" / "hf", task=False).save_to_preset(found / "preset")
     (found / "keras").mkdir()
     model = small_model()
@@ -110,6 +115,12 @@ def test_the_cache_serves_again_what_is_unchanged(root, server, tmp_path, monkey
         shardload.load_weights(model, f"{server.address}/keras/some.weights.h5", mesh="1x8")
         check_same(model, small_model())
     assert server.sent() - before < 1000
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names(root, server, name):
+    found = shardload.inspect(f"{server.address}/{quote(name)}")
+    assert found.tensors.keys() == shardload.inspect(root / name).tensors.keys()
 
 
 def test_the_command_line(server):
