@@ -357,9 +357,22 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Return None: the redirect is the answer."""
 
 
+class _Https(urllib.request.HTTPSHandler):
+    """Reads the certificates of the system for a request that needs them, not for each opener: it takes 20 ms."""
+
+    def __init__(self) -> None:
+        urllib.request.AbstractHTTPHandler.__init__(self)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        """Open a connection."""
+        context = ssl.create_default_context()  # what SSL_CERT_FILE names is among these
+        if (path := certificates_file()) is not None:
+            context.load_verify_locations(path)
+        return self.do_open(http.client.HTTPSConnection, request, context=context)
+
+
 def _opener() -> urllib.request.OpenerDirector:
-    context = ssl.create_default_context(cafile=certificates_file())
-    return urllib.request.build_opener(_NoRedirect(), urllib.request.HTTPSHandler(context=context))
+    return urllib.request.build_opener(_NoRedirect(), _Https())
 
 
 def page_of(address: str, limit: int, *, headers: Mapping[str, str] = MappingProxyType({})) -> bytes | None:

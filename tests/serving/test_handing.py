@@ -67,6 +67,19 @@ def test_a_server_may_send_all_the_same(folder):
         assert not any("HAND" in line for line in server.log)
 
 
+@pytest.mark.parametrize("hands_over", [True, False])
+def test_over_tls(folder, certificate, monkeypatch, hands_over):
+    monkeypatch.setenv("SSL_CERT_FILE", certificate.path)
+    option = "--hand-over" if hands_over else "--no-hand-over"
+    with served("--root", folder, *certificate.options, option) as server:
+        assert server.address.startswith("https://")
+        loaded(f"{server.address}/models", folder)
+        server.end()
+        assert any("HAND" in line for line in server.log) == hands_over
+        with pytest.raises(TransferError):
+            shardload.inspect(f"{server.address.replace('https', 'http')}/models")
+
+
 def test_only_with_a_token(folder, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-this-server\n")

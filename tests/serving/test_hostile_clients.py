@@ -79,22 +79,10 @@ def test_what_is_no_request_is_one_line_without_its_text(folder):
     assert len(server.log) <= 7
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", made / "key.pem", "-out", made / "cert.pem"]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no openssl")
-    return made
-
-
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_all_connections_count_as_soon_as_they_are_accepted(folder, certificate, scheme):
     """Also many at once, and those that never finish the handshake of TLS."""
-    tls = ("--tls-cert", certificate / "cert.pem", "--tls-key", certificate / "key.pem") if scheme == "https" else ()
+    tls = certificate.options if scheme == "https" else ()
     with served("--root", folder, "--max-connections", 5, *tls) as server:
         before = server.descriptors()
         many = [connected(server) for _ in range(100)]
@@ -108,9 +96,8 @@ def test_all_connections_count_as_soon_as_they_are_accepted(folder, certificate,
 
 
 def test_bytes_over_tls(folder, certificate):
-    context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
-    tls = ("--tls-cert", certificate / "cert.pem", "--tls-key", certificate / "key.pem")
-    with served("--root", folder, *tls) as server:
+    context = ssl.create_default_context(cafile=certificate.path)
+    with served("--root", folder, *certificate.options) as server:
         with context.wrap_socket(connected(server), server_hostname="127.0.0.1") as asked:
             asked.sendall(f"{ASK}Connection: close\r\n\r\n".encode())
             found = bytearray()
