@@ -229,6 +229,8 @@ class Fingerprint:
                     f"{path} changed since its headers were read: {_difference(before, now)}. Load it again once "
                     "its writer has finished"
                 )
+            if not path.store.is_unchanged(path.key):
+                raise TransferError(f"{path} changed while it was read. Load it again once its writer has finished")
 
 
 def _difference(before: FileIdentity, now: FileIdentity) -> str:

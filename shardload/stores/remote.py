@@ -199,6 +199,16 @@ class RemoteStore(Store):
         # The process whose reads this one was handed has asked already.
         return self.knows_more or self.requests.is_current(key)
 
+    def is_unchanged(self, key: str) -> bool:
+        """Whether a file on a server of ours is still what it was; see `Store.is_unchanged`.
+
+        Objects in a bucket are replaced as a whole. A file may be written to while it is sent, with the tag of before.
+        """
+        found = self.requests.known_version(key)
+        if found is None or not found.tag.startswith(SERVED_TAG) or self.hands_files:
+            return True
+        return self.requests.is_current(key)
+
     def tag(self, key: str) -> str | None:
         """Return an object's ETag in s3 and gs, its SHA-256 on a hub that tells it; see `Store.tag`."""
         if self.requests.known is not None:

@@ -134,6 +134,10 @@ class Store(ABC):
         """Whether a file of a remote store is still there, in the version that was read; the store is asked again."""
         return True
 
+    def is_unchanged(self, key: str) -> bool:
+        """Whether a file is still what it was when it was first read, if its store can tell more than `identity`."""
+        return True
+
     def tag(self, key: str) -> str | None:
         """Return text that is equal for equal bytes of a file that was opened, however many computers ask for it.
 

@@ -6,6 +6,7 @@ import resource
 import socket
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from serving import served
 import shardload
 from shardload.errors import TransferError
 from shardload.stores.handed import HandedFiles, handed_files
+from shardload.stores.location import Fingerprint
 from shardload.stores.remote import location_of
 from shardload.stores.tokens import BearerToken
 
@@ -154,6 +156,22 @@ def test_a_file_that_is_replaced_or_written_to_in_the_middle(server, folder):
     )  # no longer that version: its bytes are requested, and refused
     with pytest.raises(TransferError, match="changed"):
         place.store.open(place.key).read_into(memoryview(bytearray(2 << 20)), 0)
+
+
+@pytest.mark.parametrize("option", ["--hand-over", "--no-hand-over"])
+def test_a_file_that_is_written_to_while_it_is_loaded_is_noticed(folder, option):
+    """Also by its last byte, after all of them were sent: what the socket holds are pages of the file, no copies."""
+    with served("--root", folder, option) as server:
+        place = location_of(f"{server.address}/{NAME}")
+        files = Fingerprint.of([place])
+        with closing(place.open()) as file:
+            file.read_into(memoryview(bytearray(file.n_bytes)), 0)
+        files.check()
+        with (folder / NAME).open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        with pytest.raises(TransferError, match="changed"):
+            files.check()
 
 
 @pytest.mark.parametrize(

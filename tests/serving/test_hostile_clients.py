@@ -6,6 +6,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -41,8 +42,8 @@ def metric(server, name):
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-def eventually(condition, *, within_s=20):
-    deadline = time.monotonic() + within_s
+def eventually(condition):
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -86,8 +87,7 @@ def test_all_connections_count_as_soon_as_they_are_accepted(folder, certificate,
     with served("--root", folder, "--max-connections", 5, *tls) as server:
         before = server.descriptors()
         many = [connected(server) for _ in range(100)]
-        time.sleep(0.5)
-        assert server.descriptors() <= before + 5
+        eventually(lambda: server.descriptors() <= before + 5)
         for each in many:
             each.close()
         eventually(lambda: server.descriptors() <= before)
@@ -131,29 +131,31 @@ def test_other_addresses_of_this_machine(folder):
         assert server.get("/healthz", Host="127.0.0.2.evil.example")[0] == 421
 
 
-def test_grace_is_not_exceeded(folder):
-    with served("--root", folder, "--grace", 4) as server, connected(server) as asked:
+def test_the_end_does_not_wait_for_ever_for_a_client(folder):
+    with served("--root", folder, "--grace", 1) as server, connected(server) as asked:
         asked.sendall(f"{ASK}\r\n".encode())
-        time.sleep(0.5)
-        began_s = time.monotonic()
-        assert server.end() == 0
-        assert 2 < time.monotonic() - began_s < 7
+        assert asked.recv(1)
+        assert server.end() == 0  # although the client takes no more
 
 
 # Within this process, with a catalogue or a limit that no folder or operator would have.
 
 
 class SlowCatalogue(Catalogue):
-    """A catalogue whose scans take long, one that counts them, or fails."""
+    """A catalogue that counts scans, and whose scans take until they may end, or fail."""
 
     scans, problem, open_error = 0, None, None
+
+    def __init__(self, roots):
+        super().__init__(roots)
+        self.may_end = threading.Event()
 
     def is_old(self):
         return True
 
     def refresh(self):
         self.scans += 1
-        time.sleep(0.5)
+        assert self.may_end.wait(60)
         if self.problem is not None:
             raise self.problem
 
@@ -176,21 +178,22 @@ def test_who_asks_for_what_is_missing_shares_a_scan_and_one_thread(folder):
 
     async def ask(client):
         waiting = [asyncio.create_task(client.get(f"/missing/{n}")) for n in range(60)]
-        await asyncio.sleep(0.1)
-        began_s = time.monotonic()
-        async with client.get(FILE, headers={"Range": "bytes=0-9"}) as answer:
+        while not catalogue.scans:
+            await asyncio.sleep(0.01)
+        async with client.get(FILE, headers={"Range": "bytes=0-9"}) as answer:  # while the scan goes on
             assert answer.status == 206
-        spent_s = time.monotonic() - began_s
-        assert {(await each).status for each in waiting} == {404}
-        return spent_s
+        assert catalogue.scans == 1
+        catalogue.may_end.set()
+        return {(await each).status for each in waiting}
 
-    assert asked(Service(catalogue, Access(), lambda facts: None), ask) < 0.3
+    assert asked(Service(catalogue, Access(), lambda facts: None), ask) == {404}
     assert catalogue.scans <= 2
 
 
 def test_a_scan_that_fails_leaves_what_was_found(folder):
     catalogue, log = SlowCatalogue([folder]), []
     catalogue.problem = UnsafeSourceError("Cannot serve more than a few files")
+    catalogue.may_end.set()
 
     async def ask(client):
         return [(await client.get(path)).status for path in ("/", "/missing", FILE)]
@@ -224,7 +227,8 @@ def test_a_client_that_does_not_take_a_list_is_cut_off(folder, tmp_path):
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client_socket, ("127.0.0.1", client.port))
             await loop.sock_sendall(client_socket, b"GET /model/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            await asyncio.sleep(2)
+            while not any("problem" in facts for facts in log):
+                await asyncio.sleep(0.05)
 
     asked(Service(Catalogue([tmp_path]), Access(), log.append, page_s=0.5), ask)
     assert [facts["problem"] for facts in log if "problem" in facts] == ["stalled"]
@@ -245,4 +249,4 @@ def test_what_is_added_is_in_the_pages(folder, tmp_path):
         second = server.get("/latest/model.safetensors")
         assert second[0] == 200 and second[2] == (tmp_path / "b" / "model.safetensors").read_bytes() != first[2]
         assert second[1]["ETag"] != first[1]["ETag"]
-        eventually(lambda: b"more.safetensors" in server.get("/a/")[2], within_s=5)
+        eventually(lambda: b"more.safetensors" in server.get("/a/")[2])
