@@ -192,8 +192,10 @@ class LocalFile:
     read_unchecked = read_into
 
     def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self.descriptor)
+        """Close the descriptor; a second time does nothing, as its number may be another file's by then."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class LocalStore(Store):

@@ -125,11 +125,11 @@ async def _in_time(answer: Any) -> Any:
 
 
 def _is_redirect(failed: FailedTry) -> bool:
-    """Whether a server redirects, most often to the same address with a slash, from one that has brackets in it.
+    """Whether a server redirects for good, as to the address of a folder with a slash, from one with brackets in it.
 
     obstore follows no redirect from an address that has one of ``[]{}|^``.
     """
-    return failed.status is not None and 300 <= failed.status < 400
+    return failed.status in (301, 308)
 
 
 def _is_page(answer: Any) -> bool:
