@@ -16,9 +16,9 @@ from serving import served
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / "root").mkdir()
-    save_file({"x": np.zeros(24 << 20, np.float32)}, tmp_path / "root" / "model.safetensors")
-    return tmp_path / "root"
+    (tmp_path / "models").mkdir()
+    save_file({"x": np.zeros(24 << 20, np.float32)}, tmp_path / "models" / "model.safetensors")
+    return tmp_path / "models"
 
 
 def refused(*options):
@@ -107,18 +107,18 @@ def test_a_client_that_takes_nothing_is_not_waited_for_longer_than_said(root):
 def asking(server):
     host, _, port = server.place.rpartition(":")
     asked = socket.create_connection((host, int(port)), timeout=30)
-    asked.sendall(b"GET /root/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    asked.sendall(b"GET /models/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     return asked
 
 
 def test_requests_are_logged_for_programs(root):
     with served("--root", root, "--log-json") as server:
-        server.get("/root/model.safetensors", Range="bytes=0-9", X_Request_Id="mine")
+        server.get("/models/model.safetensors", Range="bytes=0-9", X_Request_Id="mine")
         server.end()
     [facts] = [json.loads(line) for line in server.log]
     assert facts.pop("unix_s") > 1e9 and facts.pop("seconds") >= 0
     assert facts == {
-        "request": "mine", "client": "127.0.0.1", "method": "GET", "path": "/root/model.safetensors",
+        "request": "mine", "client": "127.0.0.1", "method": "GET", "path": "/models/model.safetensors",
         "range": "bytes=0-9", "status": 206, "bytes": 10,
     }  # fmt: skip
 
