@@ -211,16 +211,19 @@ def _array_load(layout: str) -> Callable[[str], None]:
     return arrays
 
 
-def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Compare a load from an address with a plain download of the same bytes, and with the file on the disk."""
+def _checkpoint(folder: Path, args: argparse.Namespace) -> tuple[Path, int, list[tuple[int, int]]]:
+    """Write a safetensors file; return its path, its size, and the pieces in which a plain client reads it."""
     from benchmarks.checkpoint import write_safetensors
 
-    path = write_safetensors(folder, int(args.gb * 1e9))
-    path = path.rename(folder / NAME)
-    size = path.stat().st_size
-    arrays = _array_load(args.layout)
-    step, in_flight = args.piece_mib << 20, args.in_flight
-    pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
+    path = write_safetensors(folder, int(args.gb * 1e9)).rename(folder / NAME)
+    size, step = path.stat().st_size, args.piece_mib << 20
+    return path, size, [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare a load from an address with a plain download of the same bytes, and with the file on the disk."""
+    path, size, pieces = _checkpoint(folder, args)
+    arrays, in_flight = _array_load(args.layout), args.in_flight
     each = args.connection_mb_s * 1e6
     with server(folder, args.latency_ms / 1e3, args.mb_s * 1e6, connection_bytes_per_s=each) as address:
         cases: dict[str, Callable[[], object]] = {
@@ -234,14 +237,8 @@ def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def serve(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Compare loads from `shardload serve`, over a connection and with files handed over, with plain downloads."""
-    from benchmarks.checkpoint import write_safetensors
-
-    path = write_safetensors(folder, int(args.gb * 1e9))
-    path = path.rename(folder / NAME)
-    size = path.stat().st_size
-    arrays = _array_load(args.layout)
-    step, in_flight = args.piece_mib << 20, args.in_flight
-    pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
+    path, size, pieces = _checkpoint(folder, args)
+    arrays, in_flight = _array_load(args.layout), args.in_flight
     with served(folder, "--no-hand-over") as address, served(folder) as near:
         cases: dict[str, Callable[[], object]] = {
             "plain": lambda: plain(address, pieces, in_flight),
