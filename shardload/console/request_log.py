@@ -18,7 +18,7 @@ _MOST_LINES = 10_000
 """Lines that wait to be written; later ones are left out, and counted."""
 _END_S = 2.0
 _STDERR = 2
-"""Its descriptor: the thread must not keep the lock of Python's own stream while nobody reads."""
+"""Its descriptor: the thread must not keep the lock of Python's own stream while no one reads it."""
 
 
 class RequestLog:

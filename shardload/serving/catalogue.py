@@ -35,13 +35,13 @@ _MOST_FILES = 1_000_000
 """Most files in all folders that are served: a catalogue is held in memory."""
 _MOST_DEPTH = 32
 _SMALL_FILES = (".json", ".model", "vocab.txt", "merges.txt", ".spm", ".jinja", ".tiktoken", ".vocab")
-"""Endings of files that describe the weights beside them: configurations, tokenizers, indexes of shards."""
+"""Endings of files that describe the weights in the same folder: configurations, tokenizers, indexes of shards."""
 _ZARR_FILES = (".zarray", ".zattrs", ".zgroup", ".zmetadata")
 """Names of files of a step that begin with a dot although they are not hidden from anyone."""
 _RESCAN_S = 2.0
 """Least seconds between two scans; as long as the last scan took, if that is longer."""
 _DIGESTS = "shardload"
-"""Folder of digests beside the files of a checkpoint."""
+"""Folder, next to the files of a checkpoint, that has their digests."""
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOVED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 """Errors of a file that is gone, or whose place something else took: a link, a folder, a socket."""

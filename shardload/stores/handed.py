@@ -57,7 +57,7 @@ class HandedFiles:
 
 
 def handed_files(root: str, token: BearerToken | None) -> HandedFiles | None:
-    """Return what hands over the files at an address, if a server of ours listens there, on this machine.
+    """Return what hands over the files at an address, if `shardload serve` runs there, on this machine.
 
     Only an address of this machine is asked.
     """

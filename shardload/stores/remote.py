@@ -82,7 +82,7 @@ class RemoteStore(Store):
 
     def __init__(self, url: str, *, requests: Requests | None = None) -> None:
         self.requests = requests or Requests(url)
-        self.hands_files = False  # until a file's tag says that a server of ours has it
+        self.hands_files = False  # until a file's tag says that `shardload serve` sent it
         self.pace = self.requests.pace
         self._facts = _handed_out.get().get(self.url, StoreFacts())
         self._folders = self._facts.folders
@@ -200,7 +200,7 @@ class RemoteStore(Store):
         return self.knows_more or self.requests.is_current(key)
 
     def is_unchanged(self, key: str) -> bool:
-        """Whether a file on a server of ours is still what it was; see `Store.is_unchanged`.
+        """Whether a file that `shardload serve` sent is still what it was; see `Store.is_unchanged`.
 
         Objects in a bucket are replaced as a whole. A file may be written to while it is sent, with the tag of before.
         """
