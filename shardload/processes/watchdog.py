@@ -21,8 +21,8 @@ import time
 _FILE = ".failures.jsonl"
 END = "end"
 _TAIL_BYTES = 64 << 10
-_ANSWER_S = 3.0
-"""Seconds to wait for a connection to the coordination service, which shows whether process 0 still runs."""
+_ANSWER_S = 5.0
+"""Seconds to wait for an answer of the coordination service, which shows whether process 0 still runs."""
 _DRAIN_S = 2.0
 """Time limit for reading the last output of the process: a program that the process started may keep the pipe open."""
 _FATAL = re.compile(rb"F\d{4} ")
@@ -34,6 +34,8 @@ _RECENT_S = 120.0
 """An exit within this many seconds of another process' failure counts as its result: JAX aborts processes that wait."""
 _SETTLE_S = 10.0
 """Most seconds to wait for the helper of another process to record the failure that also ended this process."""
+
+_FIRST_GONE = "process 0 has ended, and JAX, whose coordination service it ran at {}, ended the others"
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
@@ -96,7 +98,7 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
             os.write(2, b"".join(held))
         why = "most likely it was killed"
         if is_first_gone:
-            why = f"process 0 has ended, and JAX, whose coordination service it ran at {coordinator}, ended the others"
+            why = _FIRST_GONE.format(coordinator)
         elif any(map(_FATAL.match, held)):
             why = "JAX ended it, most likely because another process was lost; its own report is above"
         doing = f"ended unexpectedly while {said or 'training'}"
@@ -106,12 +108,14 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
         since = max(began, time.time() - _RECENT_S)
         # Without the first process, the others end at once: what watches it may still be writing down why.
         before = written_since(folder, since)
-        if process > 0 and not _of_others(before, process) and not _answers(coordinator):
+        is_first_gone = process > 0 and not _of_others(before, process) and not _answers(coordinator)
+        if is_first_gone:
             until = time.monotonic() + _SETTLE_S
             while not _of_others(before, process) and time.monotonic() < until:
                 time.sleep(0.1)
                 before = written_since(folder, since)
-        why = "after the failure recorded above" if before else "most likely killed,"
+        why = f"as {_FIRST_GONE.format(coordinator)}," if is_first_gone else "most likely killed,"
+        why = "after the failure recorded above" if before else why
         what = f"Process {process} ({host} pid {pid}) exited unexpectedly, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})
         # Once more, as JAX has printed a stack trace since: the first failure of another process, else its own.
@@ -140,12 +144,16 @@ def _pass_on(output: int, held: list[bytes]) -> None:
 
 
 def _answers(coordinator: str) -> bool:
+    """Whether the coordination service runs.
+
+    The kernel still connects to a process that is being ended; only one that runs sends the first bytes of HTTP/2.
+    """
     host, _, port = coordinator.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:
+            return bool(connection.recv(1))
     except (OSError, ValueError):
         return False
-    return True
 
 
 if __name__ == "__main__":

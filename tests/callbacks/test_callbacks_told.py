@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -267,6 +268,24 @@ def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monk
     watchdog.watch(str(tmp_path), 0, 9, "host")
     assert why in watchdog.written_since(str(tmp_path), 0)[-1]["cause"]
     assert ("The cause: Process 1 was killed. Earlier" in capsys.readouterr().err) == same
+
+
+@pytest.mark.parametrize("greeting", [b"", b"\0\0\x18\x04"])
+def test_a_coordinator_that_the_kernel_still_connects_to_has_ended_unless_it_answers(monkeypatch, capsys, greeting):
+    def serve():
+        connection, _ = listening.accept()
+        connection.sendall(greeting)
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        monkeypatch.setattr(sys, "stdin", ["training\n"])
+        watchdog.watch("", 1, 9, "host", f"127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
+    said = capsys.readouterr().err
+    assert ("process 0 has ended, and JAX" in said) == (not greeting)
+    assert ("most likely it was killed" in said) == bool(greeting)
 
 
 def test_a_complete_step_is_said_and_logged(tmp_path, caplog, capsys):

@@ -105,11 +105,8 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
     # The survivor may be the first to write: that its save failed as nobody answered. Its cause comes from the witness.
     until(lambda: any(f"Process {victim} (" in found["cause"] for found in causes(folder)))
     assert all(cause["unix_s"] - killed < 90 for cause in causes(folder))  # JAX would end the survivor after 100
-    assert all(
-        "after the failure recorded above" in found["cause"]
-        for found in causes(folder, besides=victim)
-        if "unexpectedly" in found["cause"]
-    )
+    # Only the victim was killed. On a slow machine, its helper may write after the survivor's, which then says less.
+    assert not any("most likely killed" in found["cause"] for found in causes(folder, besides=victim))
     steps = [info.step for info in list_steps(folder)]
     assert steps and all(find_damage(folder / str(step)) == [] for step in steps)
     shown = written_since(str(folder), max((info.saved_s for info in list_steps(folder)), default=0.0))
