@@ -8,6 +8,8 @@ The methods of `Assigner`, in the order of their use:
                           time, and each result is placed in the layout of its variable.
     abort()               ends a failed load, and tells which variables have new values, old ones, or none. With
                           ``atomic=True``, old values are kept until the end of finish(), and abort() restores them.
+
+With ``at_once``, no layer's code runs before finish(), which calls it first: until then, the model is unchanged.
 """
 
 from __future__ import annotations
@@ -71,6 +73,8 @@ class Assigner:
     read_tensor: _ReadTensor
     place: _Place
     atomic: bool = False
+    at_once: Callable[[], object] | None = None
+    """Called right before the first variable is assigned, with all arrays received; ``None`` once it was called."""
     _names: dict[int, str] = field(default_factory=dict)
     _before: dict[str, _Before] = field(default_factory=dict)
     _untouched: set[str] = field(default_factory=set)
@@ -94,7 +98,7 @@ class Assigner:
         self._untouched = set(self._before)
         # Plain layers are assigned while others are still read; what computes, or needs no array, waits for `finish`.
         for step in self.variables.steps:
-            if step.computes or not step.needs:
+            if step.computes or not step.needs or self.at_once is not None:
                 self._late.append(step)
                 self._late_needs.update(step.needs)
             else:
@@ -132,6 +136,9 @@ class Assigner:
                 f"Cannot finish the load: no value for {plural(len(absent), 'variable')}, the first {absent[0]!r}. "
                 "Load the model again"
             )
+        if self.at_once is not None:
+            self.at_once()
+            self.at_once = None
         # Converters compute from variables, so these steps run after all bindings are assigned.
         for step in self._late:
             self._run(step)
@@ -146,7 +153,7 @@ class Assigner:
         """End a failed load: release received arrays, restore old values if ``atomic``; return what is new or old."""
         self._arrays.clear()
         self._waiting.clear()
-        if self.atomic:
+        if self.atomic and self.at_once is None:
             for before in self._before.values():
                 restore_value(before.variable, before.value, before.initializer)
             # Backwards: where an object has several snapshots, the first one has its old state.

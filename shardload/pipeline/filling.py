@@ -48,16 +48,22 @@ def fill_variables(
     on_failure: OnFailure,
     meet: Callable[[str], None] = lambda what: None,
     warming: Warming,
+    at_once: Callable[[], object] | None = None,
 ) -> LoadReport:
     """Read the planned tensors into the model's variables, initialise those without a tensor, and return the report.
 
     ``files``: fingerprint of the checkpoint's files from when their headers were read; if it differs now, the load
     fails. ``meet`` waits for all processes that load together. It is called before they exchange what they read, and
     when this process has all new values and can still restore the old ones. ``warming`` compiles steps of the
-    model meanwhile.
+    model meanwhile. ``at_once`` is called when all tensors are read, before the first variable is assigned. Until then,
+    a model that keeps its layouts is unchanged, so that other threads may use it.
     """
     files.check()
-    with _rollback(prepared, files, on_failure) as assigner, warming.running(prepared, clock), clock("transfer"):
+    with (
+        _rollback(prepared, files, on_failure, at_once) as assigner,
+        warming.running(prepared, clock),
+        clock("transfer"),
+    ):
         progress.start(prepared.plan.read_bytes, f"Loading {prepared.model.name}")
         try:
             stats = execute_together(
@@ -100,7 +106,9 @@ def fill_variables(
 
 
 @contextmanager
-def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure) -> Iterator[Assigner]:
+def _rollback(
+    prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure, at_once: Callable[[], object] | None
+) -> Iterator[Assigner]:
     """Bind the model to its new mesh and layouts, and yield its `Assigner`; ``on_failure``: what a failure does."""
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
@@ -115,10 +123,12 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
         files.check()
         return value
 
-    assigner = Assigner(prepared.mapping, read_tensor=read, place=place, atomic=on_failure == "restore")
+    is_atomic = on_failure == "restore"
+    assigner = Assigner(prepared.mapping, read_tensor=read, place=place, atomic=is_atomic, at_once=at_once)
+    keeps_layout = prepared.layouts.mode == KEEP_LAYOUT
     try:
         # A model that keeps its layouts is bound to its mesh already, or to none.
-        if prepared.layouts.mode != KEEP_LAYOUT:
+        if not keeps_layout:
             binding.bind(
                 prepared.model,
                 mesh=prepared.devices.mesh,
@@ -137,7 +147,7 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
         left = assigner.abort()
         unchanged = not left.new and len(left.old) == had_values
         # The old values are in place, so the old mesh is right again, and the plain error says enough.
-        if on_failure == "restore" or unchanged:
+        if (on_failure == "restore" or unchanged) and not (at_once and keeps_layout):
             before.restore()
         if on_failure == "raise" or unchanged:
             raise

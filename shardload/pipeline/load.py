@@ -103,7 +103,7 @@ class Loaded:
 @contextmanager
 def joint_load(request: JointRequest) -> Iterator[Call]:
     """Yield the `Call` by which processes that load together wait for each other; one that loads alone never waits."""
-    if not processes.are_several() or _is_local(request):
+    if not is_joint(request):
         request.check()
         yield Alone()
     else:
@@ -116,6 +116,11 @@ def joint_load(request: JointRequest) -> Iterator[Call]:
         with joint(request.function, request.source, compared) as call:
             request.check()
             yield call
+
+
+def is_joint(request: JointRequest) -> bool:
+    """Whether all processes of this run make the call together."""
+    return processes.are_several() and not _is_local(request)
 
 
 def _is_local(request: JointRequest) -> bool:
@@ -166,11 +171,13 @@ def run_load(
     on_opened: Callable[[Manifest], None] = lambda manifest: None,
     on_built: Callable[[Any, Manifest], None] = lambda model, manifest: None,
     lower: Mapping[str, Lower] = MappingProxyType({}),
+    swap: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Loaded:
     """Run a request of `shardload.load`, `load_weights` or `restore`: open, place, build, prepare, agree, fill, report.
 
     ``opener`` opens the source; ``on_opened`` is called with its manifest before the model is built, ``on_built`` with
     the model before its weights are read. ``lower`` has functions for steps of ``warm_up`` that are not Keras' own.
+    With ``swap``, nothing is assigned before everything is read; it is entered then, and left when the model has all.
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock, cache = Clock(), reporting.CacheMeter()
@@ -241,6 +248,7 @@ def run_load(
                 on_failure=request.on_failure,
                 meet=call.meet,
                 warming=Warming(request.warming, lower, has_files=folder is not None),
+                at_once=None if swap is None else lambda: staged.enter_context(swap()),
             )
             report = reporting.with_rates(filled, rates, learning_rates_of(model))
         if matching.items in ("all", "weights"):
