@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardload.adapting import AdapterReport, load_adapter
     from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert, save_arrays, save_as
+    from shardload.following import Follower, follow
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.layouts.rules import layout_rule
     from shardload.loading import load, load_weights, plan, report
@@ -57,6 +58,7 @@ __all__ = [
     "Checkpointer",
     "ConvertReport",
     "FastReport",
+    "Follower",
     "LoadReport",
     "PlanReport",
     "ShardloadError",
@@ -70,6 +72,7 @@ __all__ = [
     "data",
     "errors",
     "fast",
+    "follow",
     "generate",
     "initialise",
     "inspect",
@@ -96,6 +99,7 @@ _HOMES = {
     "Checkpointer": "callbacks.checkpointer",
     "ConvertReport": "converting",
     "FastReport": "reports.calls",
+    "Follower": "following",
     "LoadReport": "reports",
     "PlanReport": "reports",
     "StoredAs": "pipeline.stored_as",
@@ -105,6 +109,7 @@ _HOMES = {
     "cache": "stores.cache_choice",
     "convert": "converting",
     "fast": "accelerating",
+    "follow": "following",
     "generate": "text.generation",
     "initialise": "keras_bridge.abstraction",
     "inspect": "resolve.opening",

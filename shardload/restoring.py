@@ -9,7 +9,8 @@ mesh, whichever saved it, and no device ever stores more than its own shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import DamagedError, MismatchError, SourceError, suggests_arguments
+from shardload.errors import DamagedError, MismatchError, SourceError, UnsupportedError, suggests_arguments
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.keras_bridge.variables import value_of
@@ -147,6 +148,33 @@ def run_restore(request: RestoreRequest) -> Restored:
     return restored
 
 
+def adopt(
+    request: RestoreRequest,
+    choose: Callable[[], StepInfo | None],
+    *,
+    swap: Callable[[StepInfo], AbstractContextManager[None]],
+) -> Restored | None:
+    """Restore the step that ``choose`` returns on process 0, if any, on all processes, and assign its values at once.
+
+    The model is unchanged until everything is read and verified. All values are assigned inside the context that
+    ``swap`` returns, and are the old ones again if that fails.
+
+    Raises:
+        UnsupportedError: If shardload did not save the step, so that it cannot be verified.
+    """
+    with joint_load(request) as call:
+        if (info := _chosen(call, request.directory, choose)) is None:
+            return None
+        if not info.ours:
+            raise UnsupportedError(
+                f"Cannot verify step {info.step} of {info.folder}: shardload did not save it, so it has no digests. "
+                "Save steps by shardload.callbacks.OrbaxCheckpoint or shardload.Checkpointer"
+            )
+        report = _restore(request, info, call, (), best=False, swap=lambda: swap(info))
+    record_of(request.model).restored = None
+    return Restored(report, info)
+
+
 def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
     """Restore the requested step or, if it is damaged and ``fallback`` is set, the previous or next best intact one."""
     directory, step = request.directory, request.step
@@ -179,26 +207,42 @@ def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
 
 
 def _find(call: Call, directory: PathLike, step: Which) -> StepInfo:
-    """Find the requested step on process 0, for all processes: another one could find a newer step a moment later."""
+    found = _chosen(call, directory, lambda: find_step(directory, step))
+    assert found is not None
+    return found
+
+
+def _chosen(call: Call, directory: PathLike, choose: Callable[[], StepInfo | None]) -> StepInfo | None:
+    """Choose a step on process 0, for all processes: another one could find a newer step a moment later."""
     # Process 0 keeps what it found, the others look up its number: `first` passes on JSON only.
-    mine: list[StepInfo] = []
+    mine: list[StepInfo | None] = []
 
-    def choose() -> int:
-        mine.append(find_step(directory, step))
-        return mine[0].step
+    def number_of_chosen() -> int | None:
+        mine.append(choose())
+        return None if mine[0] is None else mine[0].step
 
-    number = call.first(choose, "the choice of the step")
+    number = call.first(number_of_chosen, "the choice of the step")
+    if number is None:
+        return None
     return mine[0] if mine else find_step(directory, number)
 
 
-def _restore(request: RestoreRequest, info: StepInfo, call: Call, skipped: Sequence[str], *, best: bool) -> LoadReport:
+def _restore(
+    request: RestoreRequest,
+    info: StepInfo,
+    call: Call,
+    skipped: Sequence[str],
+    *,
+    best: bool,
+    swap: Callable[[], AbstractContextManager[None]] | None = None,
+) -> LoadReport:
     def opener() -> OpenedSource:
         ready = prepared(info)
         checker = Checker.of_step(ready.location) if ready.ours else None  # before the headers, which it verifies
         return OpenedSource(_opened(ready), checker, (*skipped, _title(ready, best=best)))
 
     with with_optimizer(request.model, request.optimizer):
-        return pipeline.run_load(request, call, opener=opener).report
+        return pipeline.run_load(request, call, opener=opener, swap=swap).report
 
 
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:

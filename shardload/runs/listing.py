@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shardload.errors import (
     DamagedError,
@@ -98,6 +98,33 @@ def steps_of_run(folder: Path | str) -> list[StepInfo]:
     """
     place = remote_place(folder)
     return list_steps(folder) if place is None else _looked(place, _remote_numbers(place, is_run=True) or {})
+
+
+def listed_state(root: str | os.PathLike[str]) -> tuple[Any, ...] | None:
+    """Return what changes whenever a step in ``root`` is published or removed, by one list of names.
+
+    ``None`` if that cannot be told so, as of an HTTP server, or if there is nothing.
+    """
+    if (place := remote_place(root)) is not None:
+        numbers = _remote_numbers(place, is_run=True) if _store(place).can_list else None
+        return (
+            None
+            if numbers is None
+            else tuple(sorted((n, (s.sizes or {}).get(DIGESTS_FILE)) for n, s in numbers.items()))
+        )
+    base = expanded(without_file_scheme(root))
+    try:
+        names = [entry.name for entry in os.scandir(base) if step_number(entry.name) is not None]
+    except OSError:
+        return None
+    return tuple((name, _stamp(base / name / DIGESTS_FILE)) for name in sorted(names))
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        facts = path.stat()
+        return facts.st_ino, facts.st_mtime_ns
+    return None
 
 
 def find_step(root: str | os.PathLike[str] | Location, step: Literal["latest", "best"] | int) -> StepInfo:

@@ -248,6 +248,15 @@ def test_save_and_restore(here):
     assert found["position"].at > 0 and shardload.inspect(found["weights"]).format == "orbax"
 
 
+def test_follow_a_trainer(here, capsys):
+    x, y = numbers()
+    build_model().fit(x, y, verbose=0, callbacks=[OrbaxCheckpoint("run")])
+    serving = iter([True, True, False] * 2)
+    names = {"model": build_model(), "is_serving": lambda: next(serving), "next_batch": lambda: x[:8]}
+    found = run("docs/how-to/follow-a-trainer.md", names)
+    assert found["step"] == 8 and "weights of step 8, " in capsys.readouterr().out
+
+
 def test_migrate(here):
     x, y = numbers()
     model = build_model()

@@ -46,6 +46,16 @@ plan.to_json()
 restored: shardload.LoadReport = shardload.restore(model, Path("run"), step="best", mesh="2x4", fallback="previous")
 shardload.restore(model, "run", step="newest")  # type: ignore[arg-type]
 
+follower: shardload.Follower = shardload.follow(model, Path("run"), which="best", every_s=1, host_memory_bytes="1GiB")
+adopted: int | None = follower.update()
+with follower.held() as held:
+    held_step: int | None = held
+for each in follower:
+    each_step: int = each
+with follower as running:
+    staleness_s: float | None = running.staleness_s
+shardload.follow(model, "run", which="newest")  # type: ignore[arg-type]
+
 with shardload.Checkpointer("run", max_to_keep=3, keep_best=1) as checkpointer:
     last = checkpointer.restore(model, optimizer=keras.optimizers.Adam(), mesh={"data": 2, "model": 4})
     number: int = last.step if last is not None else 0

@@ -1,0 +1,324 @@
+"""A model that follows the steps in a folder: each is adopted whole, verified, or not at all."""
+
+import itertools
+import logging
+import shutil
+import threading
+import time
+
+import jax
+import keras
+import numpy as np
+import pytest
+from object_server import served
+from saved_steps import save_step
+from small_regression import on_mesh, regression
+
+import shardload
+from shardload import restoring
+from shardload.errors import MismatchError, UsageError
+from shardload.following.gate import Gate
+
+
+def publish(folder, step, **details):
+    """Save a step whose weights all differ from those of other steps; return these."""
+    model = regression("adam")
+    rng = np.random.default_rng(step)
+    model.set_weights([rng.normal(size=v.shape).astype("float32") for v in model.weights])
+    save_step(model, folder, step, saved_unix_s=time.time(), **details)
+    return weights(model)
+
+
+def weights(model):
+    return [np.asarray(v.value).tobytes() for v in model.weights]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def model():
+    return on_mesh(regression("sgd"), "1x8")
+
+
+@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+def test_each_new_step_bit_for_bit_in_the_own_layout(folder, mesh):
+    model, other = (on_mesh(regression("adam"), mesh) for _ in range(2))
+    layouts = [v.value.sharding for v in model.weights]
+    follower = shardload.follow(model, folder, every_s=0)
+    for step in (10, 20, 30):
+        published = publish(folder, step)
+        assert (follower.update(), follower.update(), follower.step) == (step, None, step)
+        shardload.restore(other, folder, step=step, items="weights")
+        assert weights(model) == weights(other) == published
+    assert [v.value.sharding for v in model.weights] == layouts
+    assert follower.problem is None
+    assert 0 <= follower.staleness_s < 600
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_steps_in_a_bucket(folder, model, monkeypatch):
+    with served(folder.parent, monkeypatch) as server:
+        follower = shardload.follow(model, f"{server.s3}/run", every_s=0)
+        assert follower.update() is None
+        assert "no steps" in follower.problem or "nothing at" in follower.problem
+        for step in (1, 2):
+            published = publish(folder, step)
+            assert (follower.update(), follower.problem) == (step, None)
+            assert weights(model) == published
+        asked = len(server.requests)
+        assert follower.update() is None
+        assert {key for _, key, *_ in server.requests[asked:]} == {None}  # lists of names
+
+
+def test_the_best_step_and_a_step_that_was_saved_again(folder, model):
+    follower = shardload.follow(model, folder, which="best", every_s=0)
+    ranked = {"monitor": "loss", "mode": "min"}
+    publish(folder, 1, logs={"loss": 0.5}, **ranked)
+    assert follower.update() == 1
+    publish(folder, 2, logs={"loss": 0.7}, **ranked)
+    assert follower.update() is None
+    publish(folder, 3, logs={"loss": 0.4}, **ranked)
+    assert follower.update() == 3
+    shutil.rmtree(folder / "3")
+    published = publish(folder, 3, logs={"loss": 0.3}, **ranked)
+    assert follower.update() == 3
+    assert weights(model) == published
+
+
+def test_a_model_without_values_is_first_filled_and_then_follows(folder):
+    with shardload.abstract():
+        model = regression("sgd")
+    first = publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    assert follower.update() == 1
+    assert weights(model) == first
+    second = publish(folder, 2)
+    assert follower.update() == 2
+    assert weights(model) == second
+
+
+def test_readers_never_see_weights_of_two_steps(folder, model):
+    published = {1: publish(folder, 1)}
+    seen, ended = {}, threading.Event()
+
+    def read():
+        while not ended.wait(0.001):
+            with follower.held() as step:
+                found = [np.asarray(v.value).tobytes() for v in model.weights for _ in range(2)]
+            seen.setdefault(step, []).append(found[::2])
+            assert found[::2] == found[1::2]
+
+    with shardload.follow(model, folder, every_s=0.01) as follower:
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        for step in range(2, 7):
+            published[step] = publish(folder, step)
+            assert eventually(lambda step=step: step in seen)
+        ended.set()
+        for reader in readers:
+            reader.join()
+    assert seen.keys() == published.keys()
+    assert all(found == published[step] for step in seen for found in seen[step])
+
+
+def eventually(check):
+    for _ in range(1200):
+        if check():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_damaged_step_is_never_adopted_and_a_repaired_one_is(folder, model, caplog):
+    good = publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    assert follower.update() == 1
+    second = publish(folder, 2)
+    file = max((folder / "2" / "pytree").rglob("d/*"), key=lambda path: path.stat().st_size)
+    right = file.read_bytes()
+    file.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    with caplog.at_level(logging.WARNING, logger="shardload"):
+        assert follower.update() is None
+        assert follower.update() is None
+    assert weights(model) == good
+    assert "step 2" in follower.problem.lower()
+    assert "The weights of step 1 stay" in follower.problem
+    assert len(caplog.messages) == 1
+    file.write_bytes(right)
+    assert eventually(lambda: follower.update() == 2)
+    assert weights(model) == second
+    assert follower.problem is None
+
+
+def test_a_newer_step_ends_the_wait_for_a_damaged_one(folder, model):
+    publish(folder, 1)
+    (folder / "1" / "shardload" / "digests.json").write_text("{}")
+    follower = shardload.follow(model, folder, every_s=0)
+    assert follower.update() is None
+    assert "The model has no step yet" in follower.problem
+    assert follower.update() is None
+    published = publish(folder, 2)
+    assert follower.update() == 2
+    assert weights(model) == published
+
+
+def test_a_step_that_is_removed_while_it_is_read(folder, model, monkeypatch):
+    publish(folder, 1)
+    newer, removed = [], []
+    prepared = restoring.prepared
+
+    def removing(info):
+        found = prepared(info)
+        if not removed:
+            removed.append(info.step)
+            newer.append(publish(folder, 2))
+            shutil.rmtree(folder / "1")
+        return found
+
+    monkeypatch.setattr(restoring, "prepared", removing)
+    follower = shardload.follow(model, folder, every_s=0)
+    assert (follower.update(), follower.problem, removed) == (None, None, [1])
+    assert follower.update() == 2
+    assert weights(model) == newer[0]
+
+
+def test_what_fails_in_the_middle_of_a_swap_leaves_the_old_weights(folder, model, monkeypatch):
+    good = publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    follower.update()
+    published = publish(folder, 2)
+    assign = keras.Variable.assign
+
+    def refusing(self, value):
+        if self is model.weights[-1]:
+            raise MemoryError("none left")
+        return assign(self, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(keras.Variable, "assign", refusing)
+        assert follower.update() is None
+    assert "none left" in follower.problem
+    assert weights(model) == good
+    assert follower.step == 1
+    assert eventually(lambda: follower.update() == 2)
+    assert weights(model) == published
+
+
+def test_steps_without_digests_are_refused(folder, model):
+    publish(folder, 5)
+    shutil.rmtree(folder / "5" / "shardload")
+    follower = shardload.follow(model, folder, every_s=0)
+    before = weights(model)
+    assert follower.update() is None
+    assert "no digests" in follower.problem
+    assert weights(model) == before
+
+
+def test_a_folder_that_is_not_there_yet(folder, model):
+    follower = shardload.follow(model, folder, every_s=0)
+    assert follower.update() is None
+    assert "no such folder" in follower.problem
+    published = publish(folder, 1)
+    assert follower.update() == 1
+    assert weights(model) == published
+    assert follower.problem is None
+
+
+def test_a_loop_gets_each_step_until_it_is_stopped(folder, model):
+    publish(folder, 1)
+    follower, seen = shardload.follow(model, folder, every_s=0.01), []
+    for step in follower:
+        seen.append(step)
+        if step == 3:
+            follower.stop()
+        else:
+            publish(folder, step + 1)
+    assert seen == [1, 2, 3]
+
+
+def test_a_model_that_does_not_fit_is_refused_at_first_and_told_later(folder, model):
+    publish(folder, 1)
+    wrong = keras.Sequential([keras.Input((16,)), keras.layers.Dense(3, name="up")])
+    with pytest.raises(MismatchError):
+        shardload.follow(wrong, folder).update()
+    with pytest.raises(MismatchError), shardload.follow(wrong, folder):
+        pass
+    follower = shardload.follow(model, folder, every_s=0)
+    follower.update()
+    save_step(wrong, folder, 2)
+    assert follower.update() is None
+    assert "does not" in follower.problem
+
+
+def test_it_looks_no_more_often_than_asked(folder, model):
+    publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=10_000)
+    assert follower.update() == 1
+    publish(folder, 2)
+    assert follower.update() is None
+    assert shardload.follow(model, folder).update() == 2
+
+
+def test_wrong_calls(folder, model):
+    publish(folder, 1)
+    with pytest.raises(UsageError, match="which="):
+        shardload.follow(model, folder, which="newest")
+    with pytest.raises(UsageError, match="every_s="):
+        shardload.follow(model, folder, every_s=-1)
+    with pytest.raises(UsageError, match="expected a Keras model"):
+        shardload.follow([1], folder)
+    with pytest.raises(UsageError, match="Cannot follow 3: expected the folder"):
+        shardload.follow(model, 3)
+    follower = shardload.follow(model, folder, every_s=0)
+    with follower.held() as step:
+        assert step is None
+        with pytest.raises(UsageError, match="inside of held"):
+            follower.update()
+
+
+def test_a_function_of_jax_computes_by_the_step_that_it_was_given(folder, model):
+    publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    follower.update()
+    compute = jax.jit(lambda values, x: model.stateless_call(values, [], x)[0])
+    x = np.ones((4, 16), "float32")
+    with follower.held():
+        values = [v.value for v in model.trainable_variables]
+    first = np.asarray(compute(values, x))
+    publish(folder, 2)
+    follower.update()
+    assert np.array_equal(compute(values, x), first)
+    assert not np.array_equal(compute([v.value for v in model.trainable_variables], x), first)
+
+
+def test_the_gate_lets_many_hold_and_one_swap():
+    gate, order = Gate(), []
+    holding, swapped = threading.Event(), threading.Event()
+
+    def hold():
+        with gate.held(), gate.held():
+            holding.set()
+            order.append("held")
+
+    def swap():
+        with gate.swapping():
+            order.append("swapped")
+        swapped.set()
+
+    with gate.held():
+        other = threading.Thread(target=hold)
+        other.start()
+        assert holding.wait(60)
+        other.join()
+        swapping = threading.Thread(target=swap)
+        swapping.start()
+        for _ in itertools.repeat(None, 100):
+            with gate.held():  # this thread holds already, so it does not wait for the swap
+                assert not swapped.is_set()
+        order.append("released")
+    assert swapped.wait(60)
+    assert order == ["held", "released", "swapped"]
