@@ -34,6 +34,26 @@ _Key = Annotated[
 _MostConnections = Annotated[
     int, typer.Option("--max-connections", metavar="N", min=1, help="Most connections; more are closed at once.")
 ]
+_ClientConnections = Annotated[
+    int | None,
+    typer.Option(
+        "--client-connections",
+        metavar="N",
+        min=1,
+        help="Most of them for one client; by default half.",
+        show_default=False,
+    ),
+]
+_ClientRequests = Annotated[
+    int | None,
+    typer.Option(
+        "--client-requests",
+        metavar="N",
+        min=1,
+        help="Most requests a second of one client; by default any number.",
+        show_default=False,
+    ),
+]
 _HandOver = Annotated[
     bool,
     typer.Option("--hand-over/--no-hand-over", help="Let clients on this machine read the files, not a connection."),
@@ -55,6 +75,8 @@ def serve(
     tls_cert: _Certificate = None,
     tls_key: _Key = None,
     max_connections: _MostConnections = 1024,
+    client_connections: _ClientConnections = None,
+    client_requests: _ClientRequests = None,
     hand_over: _HandOver = True,
     grace: _Grace = 30.0,
     log_json: _RequestLog = False,
@@ -83,6 +105,8 @@ def serve(
             certificate=tls_cert,
             key=tls_key,
             most_connections=max_connections,
+            client_connections=client_connections,
+            requests_per_s=client_requests,
             hands_over=hand_over,
             grace_s=grace,
         )

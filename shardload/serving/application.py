@@ -28,6 +28,7 @@ from aiohttp import web
 from shardload.errors import ShardloadError
 from shardload.serving.catalogue import RESERVED, Catalogue, ServedCheckpoint, ServedFile
 from shardload.serving.handing import Handing
+from shardload.serving.limits import RequestRate, client_of
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
 from shardload.serving.pages import STYLE, folder_page, home_page
@@ -37,13 +38,13 @@ from shardload.stores.handed import SERVER_PATH
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ID, _SENT, _ROUTE = web.RequestKey("id", str), web.RequestKey("sent", int), web.RequestKey("route", str)
 _OPEN = ("/healthz", "/readyz")
-"""Paths that need no token: a supervisor asks for them."""
+"""Paths that need no token, and may be asked for at any rate: a supervisor asks for them."""
 _OWN_NAME = "localhost"
 PAGE_S = 60.0
 """Seconds in which a client must take a page or a list."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POLICY = "default-src 'none'; style-src 'self'; img-src 'self'; frame-ancestors 'none'; base-uri 'none'"
-_HEADERS = {
+HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": _POLICY,
     "Referrer-Policy": "no-referrer",
@@ -86,6 +87,7 @@ class Service:
     """Answers requests for what is in a catalogue.
 
     ``log`` gets the facts of each request; ``page_s`` is how long a client may take for a page or a list.
+    ``rate`` limits how often it may ask.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Service:
         *,
         hands_over: bool = True,
         page_s: float = PAGE_S,
+        rate: RequestRate | None = None,
     ) -> None:
         self.catalogue, self.access, self.metrics = catalogue, access, Metrics()
         self.handing = Handing(catalogue, access.allows, log=log, handed=self.metrics.handed.inc)
@@ -103,7 +106,7 @@ class Service:
         """Whether clients on this machine get open files."""
         self.is_ending = False
         """Whether the server stops soon: it is not ready for more."""
-        self._log, self._page_s = log, page_s
+        self._log, self._page_s, self._rate = log, page_s, rate
         self._scanning: asyncio.Task[None] | None = None
 
     def application(self) -> web.Application:
@@ -176,10 +179,14 @@ class Service:
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse who may not ask."""
+        """Refuse who may not ask, or asks too often."""
+        is_open = request.path in _OPEN
+        if self._rate and not is_open and (wait_s := self._rate.wait_s(client_of(request.remote or ""))):
+            text = "This client sends too many requests. Retry-After says how many seconds to wait.\n"
+            raise web.HTTPTooManyRequests(text=text, headers={"Retry-After": str(wait_s)})
         if self.access.is_local and not self.access.names_this_machine(request.host):
             raise web.HTTPMisdirectedRequest(text=f"This server answers to {_OWN_NAME} and 127.0.0.1 only.\n")
-        if request.path not in _OPEN and not self.access.allows(request.headers.get("Authorization")):
+        if not is_open and not self.access.allows(request.headers.get("Authorization")):
             raise web.HTTPUnauthorized(
                 text="Send a token of this server: Authorization: Bearer TOKEN\n",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -287,7 +294,7 @@ class Service:
 
 async def _with_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Say in each answer which request it is for, and what a browser may do with it."""
-    response.headers.update(_HEADERS)
+    response.headers.update(HEADERS)
     if (number := request.get(_ID)) is not None:
         response.headers["X-Request-Id"] = number
 

@@ -127,7 +127,11 @@ def _only(
     """Return a path with one operation. What all of them may answer is added: a wrong request, and no right to ask."""
     refusals = {"400": _answer("A request that is none, or with a body", _TEXT)}
     if not is_open:
-        refusals |= {"401": _answer("A token is needed", _TEXT), "421": _answer("Not a name of this machine", _TEXT)}
+        refusals |= {
+            "401": _answer("A token is needed", _TEXT),
+            "421": _answer("Not a name of this machine", _TEXT),
+            "429": _answer("This client sends too many requests", _TEXT),
+        }
     operation = {"summary": summary, "responses": answers | refusals}
     if is_open:
         operation["security"] = []

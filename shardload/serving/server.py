@@ -20,6 +20,8 @@ from aiohttp import web
 from shardload.errors import SourceError, UsageError
 from shardload.serving.application import Access, Service
 from shardload.serving.catalogue import Catalogue
+from shardload.serving.connection import Connection
+from shardload.serving.limits import ConnectionShare, RequestRate
 from shardload.serving.listener import Listener, bound
 from shardload.serving.noise import server_log
 from shardload.stores.tokens import private_content
@@ -44,6 +46,10 @@ class Listening:
     certificate: Path | None = None
     key: Path | None = None
     most_connections: int = 1024
+    client_connections: int | None = None
+    """Most connections of one client; by default half of all, and any number from this machine."""
+    requests_per_s: int | None = None
+    """How many requests a second one client may send; by default any number."""
     hands_over: bool = True
     """Whether clients on this machine get open files, and read them without a connection."""
     grace_s: float = 30.0
@@ -135,10 +141,13 @@ def serve(
             "Give --token-file FILE, or listen at 127.0.0.1"
         )
     access = Access(tokens, is_local=listening.is_local and not tokens)
-    service = Service(catalogue, access, log, hands_over=listening.hands_over)
+    rate = None if listening.requests_per_s is None else RequestRate(listening.requests_per_s)
+    service = Service(catalogue, access, log, hands_over=listening.hands_over, rate=rate)
     context = listening.tls()
     _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
-    with bound(listening.host, listening.port, most=listening.most_connections) as listener:
+    share = ConnectionShare(listening.most_connections, each=listening.client_connections)
+    service.metrics.connections.set_function(lambda: share.n_open)
+    with bound(listening.host, listening.port, share=share) as listener:
         asyncio.run(_run(service, listener, listening, context, started))
 
 
@@ -162,17 +171,22 @@ async def _run(
         loop.add_signal_handler(number, ended.set)
     runner = web.AppRunner(
         service.application(),
-        access_log=None,
-        keepalive_timeout=_IDLE_S,
         shutdown_timeout=listening.grace_s / 2,  # aiohttp waits for so long twice
         handle_signals=False,
-        auto_decompress=False,  # no request has a body that counts
-        logger=server_log(service),
     )
     await runner.setup()
-    connect = runner.server
-    assert connect is not None
-    service.metrics.connections.set_function(lambda: listener.n_open)
+    requests = runner.server
+    assert requests is not None
+    options: dict[str, Any] = {
+        "access_log": None,
+        "keepalive_timeout": _IDLE_S,
+        "auto_decompress": False,  # no request has a body that counts
+        "logger": server_log(service),
+    }
+
+    def connect() -> Connection:
+        return Connection(requests, loop=loop, **options)
+
     loop.set_default_executor(ThreadPoolExecutor(_THREADS))
 
     try:

@@ -72,7 +72,10 @@ def test_what_is_no_request_is_one_line_without_its_text(folder):
             "\x16\x03\x01\x02",
             f"{ASK}Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
         ):
-            assert server.raw(text.encode(), timeout=3).startswith(b"HTTP/1."), text
+            answer = server.raw(text.encode(), timeout=3)
+            assert answer.startswith(b"HTTP/1."), text
+            assert b"\r\nServer: shardload\r\n" in answer and b"aiohttp" not in answer and b"Python" not in answer
+            assert b"token-of" not in answer
         assert metric(server, 'shardload_errors_total{kind="bad request"}') >= 3
         server.end()
     log = "".join(server.log)
@@ -84,7 +87,7 @@ def test_what_is_no_request_is_one_line_without_its_text(folder):
 def test_all_connections_count_as_soon_as_they_are_accepted(folder, certificate, scheme):
     """Also many at once, and those that never finish the handshake of TLS."""
     tls = certificate.options if scheme == "https" else ()
-    with served("--root", folder, "--max-connections", 5, *tls) as server:
+    with served("--root", folder, "--max-connections", 5, "--no-hand-over", *tls) as server:
         before = server.descriptors()
         many = [connected(server) for _ in range(100)]
         eventually(lambda: server.descriptors() <= before + 5)
