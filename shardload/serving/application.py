@@ -221,9 +221,11 @@ class Service:
     def _checkpoint_list(self) -> web.Response:
         return _json({"checkpoints": [_described(each) for each in self.catalogue.checkpoints()]})
 
-    async def _refresh_old(self) -> None:
-        if self.catalogue.is_old():
+    async def _refresh_old(self, key: str = "") -> None:
+        if await asyncio.to_thread(self.catalogue.is_old, key):
             await self._refresh()
+            if await asyncio.to_thread(self.catalogue.has_changed, key):  # the scan had begun before
+                await self._refresh()
 
     async def _refresh(self) -> None:
         """Scan the folders. All who wait, wait for one scan in one thread: the other threads open and read files."""
@@ -233,10 +235,12 @@ class Service:
 
     async def _scan(self) -> None:
         try:
+            await asyncio.sleep(self.catalogue.pause_s())
             await asyncio.to_thread(self.catalogue.refresh)
         except (ShardloadError, OSError) as error:  # what was found before is still served
-            self.metrics.errors.labels("scan").inc()
-            self._log({"problem": f"cannot look for new checkpoints: {error}"})
+            if not self.is_ending:
+                self.metrics.errors.labels("scan").inc()
+                self._log({"problem": f"cannot look for new checkpoints: {error}"})
         finally:
             self._scanning = None
 
@@ -245,10 +249,12 @@ class Service:
         key = request.match_info["key"]
         folder = key.removesuffix("/")
         if self.catalogue.file(key) is None:  # of a file, it is seen when it is opened whether it changed
-            await self._refresh_old()
+            await self._refresh_old(key)
         if self.catalogue.names(folder) is not None and not key.startswith("/"):
             return await asyncio.to_thread(self._folder, request, folder)
         if (opened := await self._opened(key)) is None:
+            if self.is_ending:  # the scan that would have found it may have ended early
+                raise web.HTTPServiceUnavailable(text="The server is to end.\n")
             raise web.HTTPNotFound(text="There is no such file.\n")
         descriptor, found = opened
         with FileIO(descriptor) as file:

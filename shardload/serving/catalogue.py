@@ -15,17 +15,18 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from shardload.errors import ShardloadError, SourceNotFoundError, UnsafeSourceError, UsageError
+from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsafeSourceError, UsageError
 from shardload.loaders.contents import FolderContent
 from shardload.loaders.orbax.loader import step_names, step_number
 from shardload.loaders.recognition import recognise
 from shardload.loaders.registry import FormatSpec, specs
+from shardload.serving.folder_times import FolderTimes
 from shardload.stores.handed import SERVED_TAG
 from shardload.stores.local import located
 from shardload.stores.location import is_litter
@@ -39,7 +40,9 @@ _SMALL_FILES = (".json", ".model", "vocab.txt", "merges.txt", ".spm", ".jinja", 
 _ZARR_FILES = (".zarray", ".zattrs", ".zgroup", ".zmetadata")
 """Names of files of a step that begin with a dot although they are not hidden from anyone."""
 _RESCAN_S = 2.0
-"""Least seconds between two scans; as long as the last scan took, if that is longer."""
+"""Least seconds between two scans where nothing has changed; as long as the last scan took, if that is longer."""
+_LONG_SCAN_S = 5.0
+"""Seconds of a scan that no request waits for, only because a folder has changed."""
 _DIGESTS = "shardload"
 """Folder, next to the files of a checkpoint, that has their digests."""
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -87,9 +90,13 @@ class _Scan:
     left_out: dict[str, None] = field(default_factory=dict)
     """Why files are not served, each once."""
     n_folders: int = 0
+    times: FolderTimes = field(default_factory=FolderTimes)
+    is_stopped: Callable[[], bool] = lambda: False
 
     def count_folder(self, path: Path) -> None:
         """Count a folder that is looked at: links can make very many paths of a few folders."""
+        if self.is_stopped():
+            raise SourceError("Cannot look for more checkpoints: the server ends")
         self.n_folders += 1
         if self.n_folders > _MOST_FILES:
             raise UnsafeSourceError(f"Cannot serve more than {_MOST_FILES:,} folders; {path} is one more")
@@ -119,7 +126,7 @@ class Catalogue:
         self.roots = tuple(_root(root) for root in roots)
         if not self.roots:
             raise UsageError("Cannot serve nothing: name a folder with --root DIR")
-        self._lock = threading.Lock()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
         # Decided once: a file that is added to a folder must not change the addresses of all others.
         self._whole = {root for root in self.roots if _Folder(root).is_one_checkpoint()}
         self._scan_all()
@@ -141,9 +148,27 @@ class Catalogue:
         """Return a file by its address below the server's; ``None`` if there is none."""
         return self._found.files.get(key)
 
-    def is_old(self) -> bool:
-        """Whether the folders may be scanned again for what was added since."""
-        return time.monotonic() >= self._old_s
+    def is_old(self, key: str = "") -> bool:
+        """Whether the folders are to be scanned again for what was added since, or for this key; see `has_changed`."""
+        return time.monotonic() >= self._old_s or self.has_changed(key)
+
+    def has_changed(self, key: str = "") -> bool:
+        """Whether there may be something else at an address since the scan: a folder on the way there has changed.
+
+        False if scans take long, or the last one failed: then they only follow each other at intervals.
+        """
+        if self._has_failed or self._spent_s >= _LONG_SCAN_S:
+            return False
+        names = [name for name in key.split("/") if name]
+        return any(self._found.times.have_changed(root, names[root in self._whole :]) for root in self.roots)
+
+    def pause_s(self) -> float:
+        """Return how many seconds to wait before the next scan, so that scans take at most half of the time."""
+        return max(0.0, self._began_s + 2 * self._spent_s - time.monotonic())
+
+    def stop(self) -> None:
+        """End a scan at the next folder, and scan no more."""
+        self._stopped.set()
 
     def refresh(self) -> None:
         """Scan the folders again, unless another thread has just done so."""
@@ -153,10 +178,14 @@ class Catalogue:
                 self._scan_all()
 
     def _scan_all(self) -> None:
-        began_s = time.monotonic()
-        self._found = self._scan()
-        ended_s = time.monotonic()
-        self._began_s, self._old_s = began_s, ended_s + max(_RESCAN_S, ended_s - began_s)
+        began_s, self._has_failed = time.monotonic(), True
+        try:
+            self._found = self._scan()
+            self._has_failed = False
+        finally:
+            ended_s = time.monotonic()
+            self._began_s, self._spent_s = began_s, ended_s - began_s
+            self._old_s = ended_s + max(_RESCAN_S, self._spent_s)
 
     def open(self, key: str) -> tuple[int, ServedFile] | None:
         """Open a file for reading and return its descriptor, and what it is now; ``None`` if it is gone or moved.
@@ -187,8 +216,9 @@ class Catalogue:
         return _tag(os.fstat(descriptor)) == found.tag
 
     def _scan(self) -> _Scan:
-        found = _Scan()
+        found = _Scan(is_stopped=self._stopped.is_set)
         for root in self.roots:
+            found.times.note(root)
             own, taken = _Folder(root), set(found.folders[""])
             if root not in self._whole:
                 own.add_inside(found, "", taken, depth=0)
@@ -340,6 +370,7 @@ class _Folder:
         if path is None or path in self.above or not path.is_dir():
             return None
         found.count_folder(path)
+        found.times.note(self.shown / name)
         if not os.access(path, os.R_OK | os.X_OK):
             found.left_out[f"{path} is not served: this user may not read it"] = None
         return _Folder(path, self.root, self.above, self.shown / name)

@@ -203,6 +203,7 @@ async def _run(
         started(f"{'http' if context is None else 'https'}://{host}:{port}")
         await ended.wait()
         service.is_ending = True
+        service.catalogue.stop()
         if handing is not None:
             handing.cancel()
         server.close()  # no more connections

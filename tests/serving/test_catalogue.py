@@ -6,6 +6,7 @@ import resource
 import shutil
 import socket
 import threading
+import time
 
 import gguf_pairs
 import keras
@@ -14,8 +15,9 @@ import pytest
 from safetensors.numpy import save_file
 from saved_steps import save_step
 
-from shardload.errors import SourceNotFoundError, UsageError
+from shardload.errors import SourceError, SourceNotFoundError, UsageError
 from shardload.serving.catalogue import Catalogue
+from shardload.serving.folder_times import FolderTimes
 
 
 def names_in(folder):
@@ -247,6 +249,64 @@ def test_what_changes_is_found(root):
     assert found.file("new/model.safetensors") is not None
     shutil.rmtree(root / "new")
     assert found.open("new/model.safetensors") is None
+
+
+def aged(*roots):
+    """Give folders an old time: right after a change, another one may not show."""
+    for root in roots:
+        for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
+            os.utime(folder, (1e9, 1e9))
+
+
+def test_what_a_folder_shows_of_changes(root, tmp_path):
+    (root / "latest").symlink_to("team")
+    whole = shutil.copytree(root / "team" / "hf", tmp_path / "hf")
+    aged(root, whole)
+    missing = ("", "none", "none/at/all", "team/none", "team/hf/none", "run/2/none", "hf/none", "../none", "hf/../../x")
+
+    def changed(*keys):
+        return [key for key in keys if found.has_changed(key)]
+
+    found = Catalogue([root, whole])
+    assert not changed(*missing, "latest/none")
+    for add, key in (
+        ((root / "team" / "new").mkdir, "team/new/model.safetensors"),
+        (lambda: (root / "keras" / "x.safetensors").write_text(""), "keras/x.safetensors"),
+        ((root / "new").mkdir, "new/model.safetensors"),
+        (lambda: (whole / "more.json").write_text(""), "hf/more.json"),
+        (lambda: shutil.rmtree(root / "run" / "2"), "run/2/none"),
+    ):
+        add()
+        assert found.has_changed(key)
+        found.refresh()
+        aged(root, whole)
+        found = Catalogue([root, whole])
+        assert not changed(*missing, "latest/none")
+    (root / "latest").unlink()
+    (root / "latest").symlink_to("keras")
+    os.utime(root, (1e9, 1e9))
+    assert changed("team/none", "latest/none", "run/none") == ["latest/none"]
+
+
+def test_what_was_added_within_a_tick_of_the_clock_is_found(tmp_path):
+    now_ns = time.time_ns()
+    os.utime(tmp_path, ns=(now_ns, now_ns))
+    times = FolderTimes(now_ns=lambda: now_ns + 1000)
+    times.note(tmp_path)
+    assert times.have_changed(tmp_path, ())
+    later = FolderTimes(now_ns=lambda: now_ns + 10**9)
+    later.note(tmp_path)
+    assert not later.have_changed(tmp_path, ("none",))
+
+
+def test_a_scan_ends_early_when_the_server_ends(root):
+    found = Catalogue([root])
+    before = found.checkpoints()
+    save_file({"x": np.ones(3, np.float32)}, root / "x.safetensors")
+    found.stop()
+    with pytest.raises(SourceError, match="the server ends"):
+        found.refresh()
+    assert found.checkpoints() == before and not found.has_changed("x.safetensors")
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "socket", "folder", "linked folder"])

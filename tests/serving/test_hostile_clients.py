@@ -153,7 +153,7 @@ class SlowCatalogue(Catalogue):
         super().__init__(roots)
         self.may_end = threading.Event()
 
-    def is_old(self):
+    def is_old(self, key=""):
         return True
 
     def refresh(self):
@@ -235,6 +235,17 @@ def test_a_client_that_does_not_take_a_list_is_cut_off(folder, tmp_path):
 
     asked(Service(Catalogue([tmp_path]), Access(), log.append, page_s=0.5), ask)
     assert [facts["problem"] for facts in log if "problem" in facts] == ["stalled"]
+
+
+def test_what_is_added_is_there_at_once(tmp_path):
+    (tmp_path / "team").mkdir()
+    with served("--root", tmp_path) as server:
+        for number in range(3):
+            assert server.get(f"/team/{number}/model.safetensors")[0] == 404
+            (tmp_path / "team" / f"{number}").mkdir()
+            save_file({"x": np.full(3, number)}, tmp_path / "team" / f"{number}" / "model.safetensors")
+            assert server.get(f"/team/{number}/model.safetensors")[0] == 200
+            assert f'"{number}/"'.encode() in server.get("/team/")[2]
 
 
 def test_what_is_added_is_in_the_pages(folder, tmp_path):
