@@ -10,9 +10,11 @@ same client that keeps all of it in fresh memory, as a load must (``kept``); and
     python -m benchmarks.stores load    [--gb 1] [--latency-ms 0] [--mb-s 0] [--connection-mb-s 0]
                                        [--layout rows] [--pairs 7] [--json]
     python -m benchmarks.stores serve   [--gb 1] [--floor plain|kept|local] [--layout rows] [--pairs 7] [--json]
+    python -m benchmarks.stores many    [--gb 1] [--clients 8] [--seconds 4] [--pairs 7] [--json]
     python -m benchmarks.stores cache   [--gb 1] [--latency-ms 0] [--mb-s 0] [--pairs 7] [--cold] [--json]
 
-``serve`` does the same with `shardload serve`: ``load`` is sent the bytes, ``handed`` gets the open file.
+``serve`` does the same with `shardload serve`: ``load`` is sent the bytes, ``handed`` gets the open file. ``many``
+compares what it sends to several plain clients at once, each a process, with what it sends to one.
 
 ``cache`` loads the file at the address without a cache, with an empty one (first start), with a full one (second
 start), and from the disk, in turn; ``--cold`` drops the file and the cache from the page cache before each.
@@ -22,7 +24,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -33,6 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +56,10 @@ def server(
     code = [sys.executable, "-m", "benchmarks.store_server", str(folder), *numbers]
     with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        process.terminate()
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
 
 
 @contextlib.contextmanager
@@ -60,17 +68,31 @@ def served(folder: Path, *options: str) -> Iterator[str]:
     code = [sys.executable, "-m", "shardload", "serve", "--root", str(folder), "--listen", "127.0.0.1:0", *options]
     with subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        yield f"{process.stdout.readline().split()[-1]}/{folder.name}"
-        process.terminate()
+        try:
+            yield f"{process.stdout.readline().split()[-1]}/{folder.name}"
+        finally:
+            process.terminate()
 
 
-def plain(address: str, pieces: list[tuple[int, int]], in_flight: int, *, keep: bool = False) -> None:
-    """Read pieces by as many threads, each with one connection and one buffer; or keep all bytes in fresh memory."""
+def plain(
+    address: str,
+    pieces: list[tuple[int, int]],
+    in_flight: int,
+    *,
+    keep: bool = False,
+    window_s: tuple[float, float] | None = None,
+) -> int:
+    """Read pieces by as many threads, each with one connection and one buffer; or keep all bytes in fresh memory.
+
+    With a ``window_s`` of Unix time, the pieces are read again and again until it ends. Returns the bytes of pieces
+    that were complete in that time.
+    """
     place, _, path = address.removeprefix("http://").partition("/")
     host, port = place.split(":")
     name = f"/{path}/{NAME}".replace("//", "/")
-    rest, lock = iter(pieces), threading.Lock()
+    rest, lock = iter(pieces if window_s is None else itertools.cycle(pieces)), threading.Lock()
     failed: list[BaseException] = []
+    counted: list[int] = []
     whole = memoryview(np.empty(pieces[-1][1] if keep else 0, np.uint8))
 
     def read() -> None:
@@ -83,6 +105,10 @@ def plain(address: str, pieces: list[tuple[int, int]], in_flight: int, *, keep: 
                         if (piece := next(rest, None)) is None:
                             return
                     _fetch(connection, host, name, piece, whole[slice(*piece)] if keep else buffer)
+                    if window_s is None or window_s[0] <= (now_s := time.time()) < window_s[1]:
+                        counted.append(piece[1] - piece[0])
+                    elif now_s >= window_s[1]:
+                        return
         except BaseException as error:
             failed.append(error)
 
@@ -93,6 +119,7 @@ def plain(address: str, pieces: list[tuple[int, int]], in_flight: int, *, keep: 
         thread.join()
     if failed:
         raise failed[0]
+    return sum(counted)
 
 
 def _fetch(connection: socket.socket, host: str, name: str, piece: tuple[int, int], buffer: memoryview) -> None:
@@ -101,6 +128,8 @@ def _fetch(connection: socket.socket, host: str, name: str, piece: tuple[int, in
     head = b""
     while b"\r\n\r\n" not in head:
         head += connection.recv(4096)
+    if not head.startswith(b"HTTP/1.1 206 "):
+        raise OSError(f"the server answered {head[:30]!r}")
     body = head.partition(b"\r\n\r\n")[2]
     buffer[: len(body)] = body
     count = len(body)
@@ -250,6 +279,37 @@ def serve(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         return compare(cases, floor=args.floor, pairs=args.pairs, n_bytes=size)
 
 
+def many(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare several plain clients of `shardload serve` at once with one, by what they get in the same seconds."""
+    _, _, pieces = _checkpoint(folder, args)
+    pool = ProcessPoolExecutor(args.clients, mp_context=multiprocessing.get_context("spawn"))
+    with served(folder, "--no-hand-over") as address, pool:
+        read = functools.partial(plain, address, pieces, args.in_flight)
+
+        def rates(count: int) -> list[float]:
+            begin_s = time.time() + 1.0  # all processes have begun
+            window_s = begin_s, begin_s + args.seconds
+            reads = [pool.submit(read, window_s=window_s) for _ in range(count)]
+            return [each.result() / 1e9 / args.seconds for each in reads]
+
+        rates(args.clients)
+        rounds = [(sum(rates(1)), rates(args.clients)) for _ in range(args.pairs)]
+    return _shares(rounds)
+
+
+def _shares(rounds: list[tuple[float, list[float]]]) -> dict[str, Any]:
+    """Return medians, and quartiles of ratios, for the rate of one client and the rates of several in each round."""
+    found = {
+        "total_over_one": sorted(sum(each) / one for one, each in rounds),
+        "least_over_share": sorted(min(each) * len(each) / sum(each) for _, each in rounds),
+    }
+    return {
+        "one_gb_s": statistics.median(one for one, _ in rounds),
+        "total_gb_s": statistics.median(sum(each) for _, each in rounds),
+        **{name: [q[len(q) // 4], statistics.median(q), q[-1 - len(q) // 4]] for name, q in found.items()},
+    }
+
+
 def cache(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Compare first and second starts with the cache of ranges with loads without it, and from the disk."""
     import shardload
@@ -334,13 +394,15 @@ def _drop(folder: Path) -> None:
 def main() -> None:
     """Run one comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clients", "load", "serve", "cache"])
+    parser.add_argument("what", choices=["clients", "load", "serve", "many", "cache"])
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--piece-mib", type=int, default=4)
     parser.add_argument("--in-flight", type=int, default=16)
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--mb-s", type=float, default=0.0, help="what the server sends at most; 0 for no limit")
     parser.add_argument("--connection-mb-s", type=float, default=0.0, help="what each connection sends at most (load)")
+    parser.add_argument("--clients", type=int, default=8, help="how many at once (many)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="in which bytes are counted (many)")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache before each load")
     parser.add_argument("--floor", choices=["plain", "kept", "local"], default="plain", help="compared with (serve)")
@@ -348,9 +410,19 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardload-stores-") as name:
-        found = {"clients": clients, "load": load, "serve": serve, "cache": cache}[args.what](Path(name), args)
+        found = {"clients": clients, "load": load, "serve": serve, "many": many, "cache": cache}[args.what](
+            Path(name), args
+        )
     if args.json:
         print(json.dumps({"arguments": vars(args), "results": found}))
+        return
+    if args.what == "many":
+        print(
+            f"one client: {found['one_gb_s']:.2f} GB/s; {args.clients} at once: {found['total_gb_s']:.2f} GB/s together"
+        )
+        for name in ("total_over_one", "least_over_share"):
+            low, middle, high = found[name]
+            print(f"{name.replace('_', ' ')}: {middle:.2f} ({low:.2f}-{high:.2f})")
         return
     if args.what == "cache":
         for case, row in found.items():
