@@ -72,6 +72,9 @@ def text_line(facts: dict[str, Any]) -> str:
         problem = f" ({facts['problem']})" if "problem" in facts else ""
         spent = f"{exact_bytes(facts['bytes'])}, {facts['seconds']:.3f} s"
         text = f"{facts['request']} {facts['client']} {asked}: {facts['status']}{problem}, {spent}"
+    elif "job" in facts:
+        found = facts.get("verdict") or facts.get("problem") or ""
+        text = f"job {facts['job']}: {facts['kind']} {facts['checkpoint']}: {facts['state']} {found}".rstrip()
     else:
         text = f"{facts.get('client', '-')} {facts['problem']}"
     return f"{time.strftime('%H:%M:%S', time.localtime(facts['unix_s']))} {printable(text)}"

@@ -62,6 +62,10 @@ _Grace = Annotated[
     float,
     typer.Option("--grace", metavar="SECONDS", min=0.0, help="How long what is being sent at the end may still take."),
 ]
+_State = Annotated[
+    Path | None,
+    typer.Option("--state", metavar="DIR", help="Folder for jobs and digests, so that they survive a restart."),
+]
 _RequestLog = Annotated[
     bool, typer.Option("--log-json", help="Log each request as one JSON object on stderr, not as a line of text.")
 ]
@@ -79,6 +83,7 @@ def serve(
     client_requests: _ClientRequests = None,
     hand_over: _HandOver = True,
     grace: _Grace = 30.0,
+    state: _State = None,
     log_json: _RequestLog = False,
 ) -> None:
     """Serve checkpoints over HTTP, so that other processes and machines load them from here.
@@ -122,6 +127,7 @@ def serve(
                 catalogue,
                 listening,
                 tokens=tokens,
+                state=state,
                 log=log.note,
                 started=lambda address: out.text(f"{served} at {address}\n"),
             )

@@ -311,11 +311,15 @@ def find_damage(
     pieces = [p for name, f in digests.files.items() if name not in bad for p in pieces_of(name, f.n_bytes)]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-verify") as pool:
         results = pool.map(lambda p: _piece_damage(where, p, digests.files[p.path], step), pieces)
-        for piece, found in zip(pieces, results, strict=True):
-            damage += found
-            if progress is not None:
-                size = digests.files[piece.path].n_bytes
-                progress(min(piece.count * UNIT_BYTES, size - piece.first * UNIT_BYTES))
+        try:
+            for piece, found in zip(pieces, results, strict=True):
+                damage += found
+                if progress is not None:
+                    size = digests.files[piece.path].n_bytes
+                    progress(min(piece.count * UNIT_BYTES, size - piece.first * UNIT_BYTES))
+        except BaseException:  # interrupted, or `progress` wants to stop: the rest need not be read
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     damage += number_damage(where)
     return sorted(damage, key=lambda d: (d.path, d.offset or 0))
 

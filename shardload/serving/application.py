@@ -2,6 +2,7 @@
 
     /NAME, /NAME/…              bytes of files; pages and lists of folders
     /api/v1/checkpoints         what there is, as JSON
+    /api/v1/jobs                work with it that takes a while
     /healthz /readyz /metrics   for operators
 
 A server that only this machine can reach needs no token. It then answers only to names of this machine, so that a web
@@ -28,6 +29,9 @@ from aiohttp import web
 from shardload.errors import ShardloadError
 from shardload.serving.catalogue import RESERVED, Catalogue, ServedCheckpoint, ServedFile
 from shardload.serving.handing import Handing
+from shardload.serving.job_records import JobRecords
+from shardload.serving.job_requests import JobRequests, may_have_body, refuse_pages_of_others
+from shardload.serving.jobs import Jobs
 from shardload.serving.limits import RequestRate, client_of
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
@@ -86,8 +90,8 @@ class Access:
 class Service:
     """Answers requests for what is in a catalogue.
 
-    ``log`` gets the facts of each request; ``page_s`` is how long a client may take for a page or a list.
-    ``rate`` limits how often it may ask.
+    ``log`` gets the facts of each request; ``jobs`` are what it keeps of them, by default in memory; ``page_s`` is how
+    long a client may take for a page or a list; ``rate`` limits how often it may ask.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Service:
         access: Access,
         log: Callable[[dict[str, Any]], None],
         *,
+        jobs: Jobs | None = None,
         hands_over: bool = True,
         page_s: float = PAGE_S,
         rate: RequestRate | None = None,
@@ -108,6 +113,13 @@ class Service:
         """Whether the server stops soon: it is not ready for more."""
         self._log, self._page_s, self._rate = log, page_s, rate
         self._scanning: asyncio.Task[None] | None = None
+        self._job_requests = JobRequests(
+            jobs or Jobs(catalogue, JobRecords(None), log),
+            catalogue,
+            refresh=self._refresh_old,
+            is_ending=lambda: self.is_ending,
+            page_s=page_s,
+        )
 
     def application(self) -> web.Application:
         """Return the application, which `aiohttp.web.AppRunner` runs."""
@@ -120,6 +132,7 @@ class Service:
         found.router.add_get(SERVER_PATH, self._server)
         found.router.add_get("/api/v1/checkpoints", self._checkpoints)
         found.router.add_get("/api/v1/style.css", self._style)
+        self._job_requests.add_routes(found.router)
         found.router.add_get("/{key:.*}", self._key)
         return found
 
@@ -191,7 +204,10 @@ class Service:
                 text="Send a token of this server: Authorization: Bearer TOKEN\n",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if request.can_read_body:
+        if request.method not in ("GET", "HEAD"):
+            refuse_pages_of_others(request)
+        is_known = request.match_info.http_exception is None  # otherwise that says what is wrong
+        if is_known and request.can_read_body and not may_have_body(request):
             raise web.HTTPBadRequest(text="Requests have no body here.\n")
         return await handler(request)
 

@@ -29,7 +29,7 @@ from shardload.loaders.registry import FormatSpec, specs
 from shardload.serving.folder_times import FolderTimes
 from shardload.stores.handed import SERVED_TAG
 from shardload.stores.local import located
-from shardload.stores.location import is_litter
+from shardload.stores.location import Location, is_litter
 from shardload.units import format_bytes, plural
 
 _MOST_FILES = 1_000_000
@@ -76,6 +76,7 @@ class ServedCheckpoint:
     kind: Literal["file", "folder", "run"]
     n_files: int
     n_bytes: int
+    location: Location
     steps: tuple[int, ...] = ()
 
 
@@ -134,6 +135,15 @@ class Catalogue:
     def checkpoints(self) -> list[ServedCheckpoint]:
         """Return the checkpoints, sorted by name."""
         return sorted(self._found.checkpoints.values(), key=lambda each: each.name)
+
+    def checkpoint(self, name: str) -> ServedCheckpoint | None:
+        """Return a checkpoint by its name; ``None`` if there is none."""
+        return self._found.checkpoints.get(name)
+
+    def files_of(self, checkpoint: ServedCheckpoint) -> list[str]:
+        """Return the addresses of a checkpoint's files, sorted."""
+        inside = f"{checkpoint.name}/"
+        return sorted(key for key in self._found.files.copy() if key == checkpoint.name or key.startswith(inside))
 
     def left_out(self) -> list[str]:
         """Return why files are not served although they are in the folders: one sentence each."""
@@ -312,7 +322,7 @@ class _Folder:
         if (n_files := len(found.files) - n_before) > 0:
             kind: Literal["folder", "run"] = "run" if steps else "folder"
             numbers = tuple(sorted(n for name in steps if (n := step_number(name)) is not None))
-            found.checkpoints[key] = ServedCheckpoint(key, spec.name, kind, n_files, n_bytes, numbers)
+            found.checkpoints[key] = ServedCheckpoint(key, spec.name, kind, n_files, n_bytes, content.path, numbers)
         if not is_described:
             others = [name for name in self.names if name not in {*steps, _DIGESTS}]
             self._add_folders(found, key, others, depth=1)
@@ -348,7 +358,9 @@ class _Folder:
         for name, file in files.items() if formats else ():
             inner = f"{key}/{name}" if key else name
             if not is_whole and name in formats and formats[name].first_part(name) == name:
-                found.checkpoints[inner] = ServedCheckpoint(inner, formats[name].name, "file", 1, file.n_bytes)
+                found.checkpoints[inner] = ServedCheckpoint(
+                    inner, formats[name].name, "file", 1, file.n_bytes, located(file.path)
+                )
             if name in formats or name.lower().endswith(_SMALL_FILES):
                 found.add(inner, file)
                 n_bytes += file.n_bytes

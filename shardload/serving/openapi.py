@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardload import __version__
+from shardload.serving.job_records import JOB_KINDS, JOB_STATES
 
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -41,7 +42,7 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "shardload serve",
             "version": __version__,
-            "description": "Checkpoints, and the byte ranges of their files. Nothing here changes anything.",
+            "description": "Checkpoints, the byte ranges of their files, and jobs. Nothing here changes a checkpoint.",
         },
         "security": [{}, {"token": []}],
         "paths": {
@@ -56,6 +57,7 @@ def document() -> dict[str, Any]:
             "/openapi.json": _only("get", "This document", {"200": _object({"type": "object"})}),
             "/api/v1/server": _only("get", "What the server is", {"200": _object(_SERVER)}),
             "/api/v1/checkpoints": _only("get", "The checkpoints", {"200": _object(_list("checkpoints", _CHECKPOINT))}),
+            **_job_paths(),
             "/api/v1/style.css": _only("get", "What pages look like", {"200": _answer("CSS", {"text/css": {}})}),
             "/": _only("get", "The checkpoints as a page, or as a list", {"200": _folder()}),
             "/{path}": _only("get", "Bytes of a file, or what is in a folder", _file_answers(), _file_parameters()),
@@ -77,6 +79,58 @@ _SERVER = {
         },
     },
 }
+
+_JOB = {
+    "type": "object",
+    "required": ["id", "kind", "checkpoint", "state", "done_bytes", "total_bytes"],
+    "properties": {
+        "id": {"type": "string"},
+        "kind": {"enum": list(JOB_KINDS)},
+        "checkpoint": {"type": "string", "description": "Its address below the server's"},
+        "state": {"enum": list(JOB_STATES)},
+        "done_bytes": {"type": "integer", "minimum": 0},
+        "total_bytes": {"type": "integer", "minimum": 0},
+        "result": {"type": ["object", "null"], "description": "What a job found, or why it failed"},
+        "created_s": {"type": "number", "description": "Seconds since 1970"},
+        "ended_s": {"type": ["number", "null"]},
+        "key": {"type": ["string", "null"], "description": "The Idempotency-Key it was asked for with"},
+    },
+}
+_ASKED_JOB = {
+    "type": "object",
+    "required": ["kind", "checkpoint"],
+    "additionalProperties": False,
+    "properties": {"kind": {"enum": list(JOB_KINDS)}, "checkpoint": {"type": "string"}},
+}
+
+
+def _job_paths() -> dict[str, Any]:
+    submitted = {
+        "200": _object(_JOB),
+        "201": _object(_JOB),
+        "404": _answer("There is no such checkpoint", _TEXT),
+        "408": _answer("The body did not arrive in time", _TEXT),
+        "413": _answer("The body is too long", _TEXT),
+        "415": _answer("The body is not JSON", _TEXT),
+        "422": _answer("The Idempotency-Key belongs to another job", _TEXT),
+        "429": _answer("Too many jobs wait", _TEXT),
+        "503": _answer("The job cannot be stored", _TEXT),
+    }
+    submit = _only("post", "Verify or prefetch a checkpoint", submitted, changes=True)["post"]
+    submit["parameters"] = [
+        {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"}}
+    ]
+    submit["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ASKED_JOB}}}
+    missing = {"404": _answer("There is no such job", _TEXT)}
+    number = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    stream = {"200": _answer("Server-sent events `job`, each with a job", {"text/event-stream": {}})}
+    busy = {"503": _answer("Too many streams are open", _TEXT)}
+    return {
+        "/api/v1/jobs": _only("get", "The jobs", {"200": _object(_list("jobs", _JOB))}) | {"post": submit},
+        "/api/v1/jobs/{id}": _only("get", "One job", {"200": _object(_JOB)} | missing, number)
+        | _only("delete", "Cancel a job", {"200": _object(_JOB)} | missing, changes=True),
+        "/api/v1/jobs/{id}/events": _only("get", "A job until it ends", stream | missing | busy, number),
+    }
 
 
 def _list(name: str, items: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +177,7 @@ def _only(
     parameters: list[dict[str, Any]] | None = None,
     *,
     is_open: bool = False,
+    changes: bool = False,
 ) -> dict[str, Any]:
     """Return a path with one operation. What all of them may answer is added: a wrong request, and no right to ask."""
     refusals = {"400": _answer("A request that is none, or with a body", _TEXT)}
@@ -132,6 +187,8 @@ def _only(
             "421": _answer("Not a name of this machine", _TEXT),
             "429": _answer("This client sends too many requests", _TEXT),
         }
+    if changes:
+        refusals["403"] = _answer("A browser asks for a page of another site", _TEXT)
     operation = {"summary": summary, "responses": answers | refusals}
     if is_open:
         operation["security"] = []

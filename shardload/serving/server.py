@@ -21,6 +21,8 @@ from shardload.errors import SourceError, UsageError
 from shardload.serving.application import Access, Service
 from shardload.serving.catalogue import Catalogue
 from shardload.serving.connection import Connection
+from shardload.serving.job_records import JobRecords
+from shardload.serving.jobs import Jobs
 from shardload.serving.limits import ConnectionShare, RequestRate
 from shardload.serving.listener import Listener, bound
 from shardload.serving.noise import server_log
@@ -119,6 +121,7 @@ def serve(
     listening: Listening,
     *,
     tokens: tuple[str, ...] = (),
+    state: Path | None = None,
     log: Callable[[dict[str, Any]], None],
     started: Callable[[str], None],
 ) -> None:
@@ -128,12 +131,13 @@ def serve(
         catalogue: What is served.
         listening: Where.
         tokens: One of them is needed to read; required where other machines can connect.
+        state: Folder for jobs and digests of files; without one, they are gone with this process.
         log: Called with the facts of each request.
         started: Called with the server's address, once it can be asked.
 
     Raises:
-        UsageError: When other machines could connect without a token.
-        SourceError: When the address is taken, or is not one of this machine; or for a certificate.
+        UsageError: When other machines could connect without a token, or another server uses ``state``.
+        SourceError: When the address is taken, or is not one of this machine; for a certificate, or for ``state``.
     """
     if not tokens and not listening.is_local:
         raise UsageError(
@@ -142,13 +146,18 @@ def serve(
         )
     access = Access(tokens, is_local=listening.is_local and not tokens)
     rate = None if listening.requests_per_s is None else RequestRate(listening.requests_per_s)
-    service = Service(catalogue, access, log, hands_over=listening.hands_over, rate=rate)
     context = listening.tls()
+    jobs = Jobs(catalogue, JobRecords(state), log)
+    service = Service(catalogue, access, log, jobs=jobs, hands_over=listening.hands_over, rate=rate)
     _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
     share = ConnectionShare(listening.most_connections, each=listening.client_connections)
     service.metrics.connections.set_function(lambda: share.n_open)
     with bound(listening.host, listening.port, share=share) as listener:
-        asyncio.run(_run(service, listener, listening, context, started))
+        jobs.start()
+        try:
+            asyncio.run(_run(service, listener, listening, context, started))
+        finally:
+            jobs.stop()
 
 
 def _allow_descriptors(count: int) -> None:

@@ -7,13 +7,12 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from safetensors.numpy import save_file
-from serving import served
+from serving import eventually, served
 
 from shardload.errors import UnsafeSourceError
 from shardload.serving.application import Access, Service
@@ -40,13 +39,6 @@ def connected(server, **options):
 def metric(server, name):
     lines = server.get("/metrics")[2].decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_clients_that_leave_are_one_line_each(folder):

@@ -14,7 +14,6 @@ _ALLOWED = {
     "progress": "errors reports units",
     "transfer": "errors manifest sharding stores units",
     "processes": "errors progress sharding",
-    "serving": "errors loaders stores units",
     "keras_bridge": "errors manifest processes reports sharding stores transfer units",
     "data": "errors keras_bridge units",
     "hub": "errors families keras_bridge loaders manifest stores transfer units",
@@ -35,6 +34,7 @@ _ALLOWED = {
     "reports resolve runs sharding stores text transfer typing units",
     "restoring": "errors keras_bridge loaders manifest mapping pipeline processes progress reports resolve runs "
     "transfer typing",
+    "serving": "errors loaders runs stores units verifying",
     "adapting": "converting errors keras_bridge pipeline resolve typing units",
     "callbacks": "data errors keras_bridge pipeline processes reports restoring runs stores typing units",
     "comparing": "converting errors loaders manifest progress resolve transfer units",

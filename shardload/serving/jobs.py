@@ -1,0 +1,184 @@
+"""The jobs of a server: one after the other, in a thread, cancelled or stopped between two reads.
+
+    submit ─► waiting ─► running ─► done, failed
+                 └─► cancelled ◄─┘
+
+A server that ends leaves jobs waiting or running: the next one with the same ``--state`` goes on with them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shardload.errors import SourceError, without_secrets
+from shardload.serving.catalogue import Catalogue
+from shardload.serving.job_records import Job, JobKind, JobRecords
+from shardload.serving.job_work import JobWork
+
+_MOST_WAITING = 100
+_STORED_S = 1.0
+"""How often the progress of a job is stored, in seconds."""
+
+
+class TooManyJobsError(Exception):
+    """So many jobs wait that no more are taken."""
+
+
+class OtherJobError(Exception):
+    """A job with the same key has another kind or checkpoint."""
+
+
+class _StoppedError(BaseException):
+    """A job was cancelled, or the server ends."""
+
+
+class Jobs:
+    """Jobs with the checkpoints of a catalogue; ``log`` gets the facts of each job that ended. Thread-safe."""
+
+    def __init__(self, catalogue: Catalogue, records: JobRecords, log: Callable[[dict[str, Any]], None]) -> None:
+        self._catalogue, self._records, self._log = catalogue, records, log
+        self._changed = threading.Condition()
+        self._jobs = {job.id: job for job in records.jobs()}
+        self._cancelled: set[str] = set()
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to work, first on what an earlier process left unfinished."""
+        self._thread = threading.Thread(target=self._work, name="shardload-jobs", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the job that runs, so that the next process does it, and close the records."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._records.close()
+
+    def all(self) -> list[Job]:
+        """Return all jobs, the oldest first."""
+        with self._changed:
+            return list(self._jobs.values())
+
+    def find(self, number: str) -> Job | None:
+        """Return a job by its id."""
+        with self._changed:
+            return self._jobs.get(number)
+
+    def submit(self, kind: JobKind, checkpoint: str, *, total_bytes: int, key: str | None = None) -> tuple[Job, bool]:
+        """Take a job, and return it and whether it is new.
+
+        A job with the same key, or an unfinished one for the same, is returned instead of a new one.
+
+        Raises:
+            OtherJobError: When the job with this key is another one.
+            TooManyJobsError: When too many jobs wait.
+            SourceError: When the job cannot be stored.
+        """
+        with self._changed:
+            jobs = self._jobs.values()
+            if key is not None and (known := next((job for job in jobs if job.key == key), None)) is not None:
+                if (known.kind, known.checkpoint) != (kind, checkpoint):
+                    raise OtherJobError(known.id)
+                return known, False
+            unfinished = [job for job in jobs if not job.is_over]
+            same = [job for job in unfinished if (job.kind, job.checkpoint) == (kind, checkpoint)]
+            if same and key is None:
+                return same[0], False
+            if len(unfinished) >= _MOST_WAITING:
+                raise TooManyJobsError
+            job = Job(
+                secrets.token_hex(8), kind, checkpoint, "waiting", 0, total_bytes, None, time.time(), None, key=key
+            )
+            try:
+                removed = self._records.put(job)
+            except sqlite3.Error as error:
+                raise SourceError(f"Cannot store the job: {error}. Free space where --state is") from error
+            for each in removed:
+                self._jobs.pop(each, None)
+            self._jobs[job.id] = job
+            self._changed.notify_all()
+        return job, True
+
+    def cancel(self, number: str) -> Job | None:
+        """Cancel a job that waits or runs, and return it; ``None`` if there is no such job.
+
+        A job that runs is still ``running`` until it has noticed.
+        """
+        with self._changed:
+            job = self._jobs.get(number)
+            if job is not None and job.state == "running":
+                self._cancelled.add(number)
+            elif job is not None and job.state == "waiting":
+                job = self._put(replace(job, state="cancelled", ended_s=time.time()))
+        return job
+
+    def _put(self, job: Job) -> Job:
+        with self._changed:
+            self._jobs[job.id] = job
+            self._store(job)
+        return job
+
+    def _store(self, job: Job) -> None:
+        try:
+            self._records.put(job)
+        except sqlite3.Error as error:  # it is still known to this process
+            self._log({"problem": f"cannot store a job: {error}"})
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                job = None
+                while not self._is_ending and (job := self._next()) is None:
+                    self._changed.wait()
+                if job is None or self._is_ending:
+                    return
+                job = self._put(replace(job, state="running", done_bytes=0))
+            self._do(job)
+
+    def _next(self) -> Job | None:
+        return next((job for job in self._jobs.values() if not job.is_over), None)
+
+    def _do(self, job: Job) -> None:
+        stored_s = time.monotonic()
+
+        def advance(n_bytes: int) -> None:
+            nonlocal stored_s
+            with self._changed:
+                if self._is_ending or job.id in self._cancelled:
+                    raise _StoppedError
+                now = self._jobs[job.id]
+                self._jobs[job.id] = now = replace(now, done_bytes=now.done_bytes + n_bytes)
+            if time.monotonic() >= stored_s + _STORED_S:
+                self._store(now)
+                stored_s = time.monotonic()
+
+        checkpoint = self._catalogue.checkpoint(job.checkpoint)
+        try:
+            if checkpoint is None:
+                raise FileNotFoundError(f"{job.checkpoint} is no longer there")
+            advance(0)
+            result = JobWork(self._catalogue, self._records, job, advance).do(checkpoint)
+            self._end(job, "done", result)
+        except _StoppedError:
+            if job.id in self._cancelled:
+                self._cancelled.discard(job.id)
+                self._end(job, "cancelled", None)
+        except Exception as error:
+            text = without_secrets(str(error) or type(error).__name__)
+            if checkpoint is not None:  # clients are not told where the server has its files
+                text = text.replace(str(checkpoint.location), checkpoint.name)
+            self._end(job, "failed", {"problem": text})
+
+    def _end(self, job: Job, state: Any, result: dict[str, Any] | None) -> None:
+        with self._changed:
+            job = self._put(replace(self._jobs[job.id], state=state, result=result, ended_s=time.time()))
+        self._log({"job": job.id, "kind": job.kind, "checkpoint": job.checkpoint, "state": state} | (result or {}))
