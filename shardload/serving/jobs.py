@@ -34,7 +34,7 @@ class OtherJobError(Exception):
     """A job with the same key has another kind or checkpoint."""
 
 
-class _StoppedError(BaseException):
+class _JobStoppedError(BaseException):
     """A job was cancelled, or the server ends."""
 
 
@@ -154,7 +154,7 @@ class Jobs:
             nonlocal stored_s
             with self._changed:
                 if self._is_ending or job.id in self._cancelled:
-                    raise _StoppedError
+                    raise _JobStoppedError
                 now = self._jobs[job.id]
                 self._jobs[job.id] = now = replace(now, done_bytes=now.done_bytes + n_bytes)
             if time.monotonic() >= stored_s + _STORED_S:
@@ -168,7 +168,7 @@ class Jobs:
             advance(0)
             result = JobWork(self._catalogue, self._records, job, advance).do(checkpoint)
             self._end(job, "done", result)
-        except _StoppedError:
+        except _JobStoppedError:
             if job.id in self._cancelled:
                 self._cancelled.discard(job.id)
                 self._end(job, "cancelled", None)
