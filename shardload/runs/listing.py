@@ -49,6 +49,7 @@ from shardload.runs.step import (
     ranking_record,
     with_best,
 )
+from shardload.stores.announced import steps_tag
 from shardload.stores.local import expanded, located, without_file_scheme
 from shardload.stores.location import Location
 from shardload.stores.remote import RemoteStore, remote_place
@@ -59,6 +60,7 @@ _ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
 _MAX_STEPS = 5000
 """Most steps at an address that are asked about for a list, as each takes a request or two."""
+_ANNOUNCED = "announced"
 _THREADS = 8
 """Number of remote steps that are queried at once: a query of one step takes a few round trips."""
 
@@ -103,21 +105,29 @@ def steps_of_run(folder: Path | str) -> list[StepInfo]:
 def listed_state(root: str | os.PathLike[str]) -> tuple[Any, ...] | None:
     """Return what changes whenever a step in ``root`` is published or removed, by one list of names.
 
-    ``None`` if that cannot be told so, as of an HTTP server, or if there is nothing.
+    ``None`` if that cannot be told so, as of most HTTP servers, or if there is nothing.
     """
     if (place := remote_place(root)) is not None:
-        numbers = _remote_numbers(place, is_run=True) if _store(place).can_list else None
-        return (
-            None
-            if numbers is None
-            else tuple(sorted((n, (s.sizes or {}).get(DIGESTS_FILE)) for n, s in numbers.items()))
-        )
+        if not _store(place).can_list:
+            tag = steps_tag(_store(place).requests, place.key)
+            return None if tag is None else (_ANNOUNCED, tag)
+        numbers = _remote_numbers(place, is_run=True) or {}
+        return tuple(sorted((step, (listed.sizes or {}).get(DIGESTS_FILE)) for step, listed in numbers.items()))
     base = expanded(without_file_scheme(root))
     try:
         names = [entry.name for entry in os.scandir(base) if step_number(entry.name) is not None]
     except OSError:
         return None
     return tuple((name, _stamp(base / name / DIGESTS_FILE)) for name in sorted(names))
+
+
+def changes_within(root: str | os.PathLike[str], state: tuple[Any, ...] | None, wait_s: int) -> bool | None:
+    """Whether the `listed_state` becomes another one, as a server says at once; ``None`` if nothing says so."""
+    place = remote_place(root)
+    if place is None or state is None or state[:1] != (_ANNOUNCED,):
+        return None
+    tag = steps_tag(_store(place).requests, place.key, known=state[1], wait_s=wait_s)
+    return None if tag is None else tag != state[1]
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

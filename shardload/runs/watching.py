@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from shardload.errors import ShardloadError
-from shardload.runs.listing import find_step, listed_state
+from shardload.runs.listing import changes_within, find_step, listed_state
 from shardload.runs.remote_store import open_step
 from shardload.runs.step import StepInfo
 from shardload.stores.remote import remote_place
@@ -23,6 +23,8 @@ from shardload.stores.remote import remote_place
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 """Seconds until a step that could not be taken is offered again, if nothing else is new: doubled with each failure."""
 _LEAST_WAIT_S = 0.01
+_ANNOUNCED_S = 5.0
+"""Seconds that a server is asked to wait for a new step: a follower that is stopped ends after it at the latest."""
 
 
 class StepWatch:
@@ -75,7 +77,18 @@ class StepWatch:
         return True
 
     def wait(self, most_s: float, ended: threading.Event) -> None:
-        """Wait until another look is due, at most ``most_s`` seconds, or until ``ended``."""
+        """Wait until another look is due, at most ``most_s`` seconds, or until ``ended``.
+
+        A server that announces steps is asked to say when there is another one; it is due then.
+        """
+        began_s, asked_s = time.monotonic(), max(1, int(min(most_s, _ANNOUNCED_S)))
+        if (changed := changes_within(self.source, self._state, asked_s)) is not None:
+            if changed:
+                self._due_s = 0.0
+            elif not self.is_failing:
+                self._due_s = max(self._due_s, time.monotonic() + self._every_s)
+            if changed or time.monotonic() - began_s >= asked_s / 2:  # else it does not let more clients wait
+                return
         ended.wait(min(most_s, max(_LEAST_WAIT_S, self._due_s - time.monotonic())))
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from shardload.errors import ShardloadError
+from shardload.serving.announcing import Announcing
 from shardload.serving.catalogue import RESERVED, Catalogue, ServedCheckpoint, ServedFile
 from shardload.serving.handing import Handing
 from shardload.serving.job_records import JobRecords
@@ -109,6 +110,7 @@ class Service:
         self.handing = Handing(catalogue, access.allows, log=log, handed=self.metrics.handed.inc)
         self.hands_over = hands_over and self.handing.socket_name is not None
         """Whether clients on this machine get open files."""
+        self.announcing = Announcing(catalogue, self._refresh_old)
         self.is_ending = False
         """Whether the server stops soon: it is not ready for more."""
         self._log, self._page_s, self._rate = log, page_s, rate
@@ -133,6 +135,7 @@ class Service:
         found.router.add_get("/api/v1/checkpoints", self._checkpoints)
         found.router.add_get("/api/v1/style.css", self._style)
         self._job_requests.add_routes(found.router)
+        self.announcing.add_routes(found.router)
         found.router.add_get("/{key:.*}", self._key)
         return found
 

@@ -58,6 +58,7 @@ def document() -> dict[str, Any]:
             "/api/v1/server": _only("get", "What the server is", {"200": _object(_SERVER)}),
             "/api/v1/checkpoints": _only("get", "The checkpoints", {"200": _object(_list("checkpoints", _CHECKPOINT))}),
             **_job_paths(),
+            "/api/v1/runs/{path}": _only("get", "The steps of a training run", _run_answers(), _run_parameters()),
             "/api/v1/style.css": _only("get", "What pages look like", {"200": _answer("CSS", {"text/css": {}})}),
             "/": _only("get", "The checkpoints as a page, or as a list", {"200": _folder()}),
             "/{path}": _only("get", "Bytes of a file, or what is in a folder", _file_answers(), _file_parameters()),
@@ -161,6 +162,26 @@ def _file_answers() -> dict[str, Any]:
         "412": _answer("The file does not have the ETag of If-Match"),
         "416": _answer("The file is shorter, or the ranges overlap, go backwards or are too many", _TEXT),
     }
+
+
+def _run_answers() -> dict[str, Any]:
+    steps = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    return {
+        "200": _object({"type": "object", "required": ["steps"], "properties": {"steps": steps}}),
+        "304": _answer("The steps still have the ETag of If-None-Match"),
+        "404": _answer("There is no such run", _TEXT),
+    }
+
+
+def _run_parameters() -> list[dict[str, Any]]:
+    text = {"type": "string"}
+    path = {"name": "path", "in": "path", "required": True, "schema": text, "description": "May contain slashes"}
+    prefer = "wait=SECONDS: with the ETag of If-None-Match, answer when the steps change, or after up to 60 s"
+    return [
+        path,
+        {"name": "If-None-Match", "in": "header", "schema": text},
+        {"name": "Prefer", "in": "header", "schema": text, "description": prefer},
+    ]
 
 
 def _file_parameters() -> list[dict[str, Any]]:

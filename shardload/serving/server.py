@@ -213,6 +213,7 @@ async def _run(
         await ended.wait()
         service.is_ending = True
         service.catalogue.stop()
+        service.announcing.end()
         if handing is not None:
             handing.cancel()
         server.close()  # no more connections

@@ -375,11 +375,15 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(_NoRedirect(), _Https())
 
 
+def opened(address: str, *, headers: Mapping[str, str], timeout_s: float) -> Any:
+    """Return the open answer of an HTTP server, which may take some time to come; raise for one that refuses."""
+    return _opener().open(urllib.request.Request(address, headers=dict(headers)), timeout=timeout_s)
+
+
 def page_of(address: str, limit: int, *, headers: Mapping[str, str] = MappingProxyType({})) -> bytes | None:
     """Read a web page of at most ``limit`` bytes; ``None`` if it is longer, or cannot be read."""
     try:
-        request = urllib.request.Request(address, headers=dict(headers))
-        with _opener().open(request, timeout=_PROBE_S) as answer:
+        with opened(address, headers=headers, timeout_s=_PROBE_S) as answer:
             found: bytes = answer.read(limit + 1)
             return found if len(found) <= limit else None
     except (OSError, ValueError, http.client.HTTPException):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from object_server import served
 from saved_steps import save_step
+from serving import eventually
+from serving import served as serve
 from small_regression import on_mesh, regression
 
 import shardload
@@ -73,6 +75,22 @@ def test_steps_in_a_bucket(folder, model, monkeypatch):
         assert {key for _, key, *_ in server.requests[asked:]} == {None}  # lists of names
 
 
+def test_steps_of_a_server(folder, model):
+    published = publish(folder, 1)
+    with serve("--root", folder.parent) as server:
+        source = f"{server.address}/run"
+        with shardload.follow(model, source) as follower:
+            assert (follower.step, follower.problem, weights(model)) == (1, None, published)
+            for step in (2, 3):
+                published = publish(folder, step)
+                assert eventually(lambda step=step: follower.step == step)
+                with follower.held():
+                    assert weights(model) == published
+        best = shardload.follow(model, source, which="best", every_s=0)
+        assert best.update() is None
+        assert "No step in" in best.problem
+
+
 def test_the_best_step_and_a_step_that_was_saved_again(folder, model):
     follower = shardload.follow(model, folder, which="best", every_s=0)
     ranked = {"monitor": "loss", "mode": "min"}
@@ -123,14 +141,6 @@ def test_readers_never_see_weights_of_two_steps(folder, model):
             reader.join()
     assert seen.keys() == published.keys()
     assert all(found == published[step] for step in seen for found in seen[step])
-
-
-def eventually(check):
-    for _ in range(1200):
-        if check():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_a_damaged_step_is_never_adopted_and_a_repaired_one_is(folder, model, caplog):

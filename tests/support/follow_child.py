@@ -1,12 +1,14 @@
-"""One of several processes that follow a run together, until a step is adopted; prints one JSON object a line.
+"""A process that follows a run until a step is adopted, or the run itself; prints one JSON object a line.
 
 python -m follow_child COUNT INDEX PORT DEVICES MESH DO SOURCE LAST
 """
 
 import hashlib
 import sys
+import time
 
 import jax
+import keras
 import numpy as np
 import process_child
 from jax.experimental import multihost_utils
@@ -25,12 +27,27 @@ def digest(model):
     return found.hexdigest()
 
 
-def main(count, index, port, devices, mesh, source, last):  # noqa: PLR0917
+class Batches(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.02)
+
+
+def train(model, folder, **options):
+    """Train and save every ten batches, from the last step on, until this process is killed."""
+    x = process_child.data(80)
+    saver = shardload.callbacks.OrbaxCheckpoint(folder, save_freq=10, max_to_keep=None, resume=True, **options)
+    process_child.tell(training=True)
+    model.fit(x, x, batch_size=8, epochs=1_000_000, verbose=0, callbacks=[saver, Batches()])
+
+
+def main(count, index, port, devices, mesh, do, source, last):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1:
         process_child.join(count, index, port)
     process_child.distribute(mesh)
     model = process_child.model()
+    if do == "train":
+        train(model, source)
     follower = shardload.follow(model, source, every_s=0)
     for step in follower:
         process_child.tell(step=step, digest=digest(model))
@@ -40,4 +57,4 @@ def main(count, index, port, devices, mesh, source, last):  # noqa: PLR0917
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    main(*map(int, words[:4]), words[4], words[6], int(words[7]))
+    main(*map(int, words[:4]), *words[4:7], int(words[7]))

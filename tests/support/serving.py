@@ -13,6 +13,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 
+def eventually(check):
+    """Whether something becomes true within a minute."""
+    for _ in range(1200):
+        if check():
+            return True
+        time.sleep(0.05)
+    return False
+
+
 class Served:
     """A server of folders; ``address`` is its URL, ``log`` what it wrote to stderr so far, if anyone reads it."""
 

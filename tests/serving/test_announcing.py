@@ -1,0 +1,89 @@
+"""A server tells the steps of a run, and new ones as soon as there are any."""
+
+import json
+import re
+import shutil
+import threading
+
+import pytest
+from serving import eventually, served
+from step_folders import save_step
+
+RUN = "/api/v1/runs/models/run"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "models" / "run").mkdir(parents=True)
+    save_step(tmp_path / "models" / "run", 10, n_bytes=100)
+    (tmp_path / "models" / "config.json").write_text("{}")
+    return tmp_path / "models" / "run"
+
+
+@pytest.fixture
+def server(folder):
+    with served("--root", folder.parents[1]) as found:
+        yield found
+
+
+class Waiting(threading.Thread):
+    """A request that waits for another answer than that of an ETag."""
+
+    def __init__(self, server, known):
+        super().__init__()
+        self.server, self.known, self.answer = server, known, None
+        self.start()
+
+    def run(self):
+        self.answer = self.server.get(RUN, If_None_Match=self.known, Prefer="respond-async, wait=25")
+
+    def result(self):
+        self.join()
+        return self.answer
+
+
+def steps(answer):
+    assert answer[0] == 200
+    return json.loads(answer[2])["steps"]
+
+
+def running(server):
+    return float(re.search(r"\nshardload_running_requests (\S+)", server.get("/metrics")[2].decode())[1])
+
+
+def test_the_steps_of_a_run(server):
+    answer = server.get(RUN)
+    assert steps(answer) == [10]
+    tag = answer[1]["ETag"]
+    assert server.get(RUN, If_None_Match=tag)[::2] == (304, b"")
+    assert server.get(RUN, If_None_Match=tag, Prefer="wait=1")[::2] == (304, b"")
+    assert steps(server.get(RUN, If_None_Match='"other"', Prefer="wait=25")) == [10]
+    for other in ("", "/", "/models", "/models/run/10", "/models/config.json", "/..%2f..%2fetc"):
+        assert server.get(f"/api/v1/runs{other}")[0] == 404
+
+
+def test_whoever_waits_is_told_of_new_and_removed_steps(server, folder):
+    tag = server.get(RUN)[1]["ETag"]
+    waiting = [Waiting(server, tag) for _ in range(3)]
+    save_step(folder, 20, n_bytes=100)
+    answers = [one.result() for one in waiting]
+    assert [steps(answer) for answer in answers] == [[10, 20]] * 3
+    waiting = Waiting(server, answers[0][1]["ETag"])
+    shutil.rmtree(folder / "10")
+    assert steps(waiting.result()) == [20]
+
+
+def test_a_server_that_ends_answers_those_who_wait(server):
+    waiting = Waiting(server, server.get(RUN)[1]["ETag"])
+    assert eventually(lambda: running(server) > 1)
+    assert server.end() == 0
+    assert waiting.result()[0] == 304
+
+
+def test_no_more_than_some_may_wait(server, folder):
+    tag = server.get(RUN)[1]["ETag"]
+    waiting = [Waiting(server, tag) for _ in range(260)]
+    assert eventually(lambda: sum(one.answer is not None for one in waiting) >= 4)
+    assert {one.answer[0] for one in waiting if one.answer is not None} == {304}
+    save_step(folder, 20, n_bytes=100)
+    assert {one.result()[0] for one in waiting} <= {200, 304}
