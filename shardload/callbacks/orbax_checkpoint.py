@@ -23,6 +23,7 @@ import keras
 from shardload import processes
 from shardload.callbacks.preemption import Preemption
 from shardload.callbacks.resume import OtherCallbacks, Resumption, forget_first_epoch, position_record, resume_training
+from shardload.callbacks.step_server import Serve, StepServer
 from shardload.data import Position, follow_data, stop_following
 from shardload.errors import SaveError, UsageError, require_callable_with, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
@@ -79,6 +80,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             the steps it resumed.
         initial_epoch: The epoch to begin with after a restore, instead of the first incomplete one; 0 starts over. The
             argument of ``fit`` has priority, unless it is 0, its default.
+        serve: Serve the folder while this process lives, by ``shardload serve`` as a process of its own, so that other
+            machines can `shardload.follow` the run: ``True`` at 127.0.0.1:8600, ``"HOST:PORT"``, or a dict of
+            ``listen``, ``token_file``, ``tls_cert`` and ``tls_key``. A failure of the server is a warning.
 
     Raises:
         UsageError: If an argument is invalid.
@@ -121,6 +125,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         resume: bool | int | Literal["latest", "best"] = False,
         best_of: Literal["folder", "run"] = "folder",
         initial_epoch: int | None = None,
+        serve: Serve = False,
     ) -> None:
         super().__init__()
         check_flags(
@@ -162,6 +167,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.post_finalization = post_finalization
         self.resume = resume
         self.initial_epoch = None if initial_epoch is None else int(initial_epoch)
+        self._server = None if serve is False else StepServer(serve, directory)
         best_kept = 1 if save_best_only and keep_best is None else keep_best
         self._saver = StepSaver(
             directory,
@@ -210,6 +216,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Whether ``SIGTERM`` ended the last ``fit`` early, with a step saved: a script can then exit as unfinished."""
         return self._preempted
 
+    @property
+    def serving(self) -> str | None:
+        """With ``serve``, the address of the run for `shardload.follow`, once the server answers; on process 0 only."""
+        return None if self._server is None else self._server.address
+
     def wait_until_finished(self) -> None:
         """Return when no save is running.
 
@@ -257,6 +268,16 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         for line in self._saver.compare(model, steps, resumed, channel=self._decisions):
             self._say(f"{line}\n")
         self._preemption.watch()
+        self._serve()
+
+    def _serve(self) -> None:
+        """On process 0, start the server of the steps, or warn if it has ended."""
+        if self._server is not None and processes.is_first():
+            try:
+                self._server.start(Path(self.directory))
+            except OSError as error:
+                self._warn(f"Cannot serve the steps: {error}. Training goes on")
+            self._server.check(self._warn)
 
     def _steps(self) -> list[StepInfo]:
         """Return the steps in the folder; raise if not all processes see the same ones, as on disks of their own."""
@@ -327,6 +348,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             for line in () if self._first.restored_before else self._others.finish(self.model, self._first.info):
                 self._say(f"{line}\n")
         self._saver.writer.settle()
+        self._serve()
 
     @property
     def _at_end(self) -> bool:
@@ -372,6 +394,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
         """Save a step now. The caller has already asked ``save_freq`` and ``save_decision`` whether to save one."""
+        self._serve()
         step = self._total
         self._saver.writer.wait()
         if self.verbose:

@@ -17,6 +17,15 @@ _Root = Annotated[
         "--root", metavar="DIR", help="Folder with checkpoints, or a checkpoint. May be repeated.", show_default=False
     ),
 ]
+_Run = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--run",
+        metavar="DIR",
+        help="Folder of a training run, even without a step. May be repeated.",
+        show_default=False,
+    ),
+]
 _Listen = Annotated[
     str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; only here without a token.")
 ]
@@ -66,6 +75,9 @@ _State = Annotated[
     Path | None,
     typer.Option("--state", metavar="DIR", help="Folder for jobs and digests, so that they survive a restart."),
 ]
+_UntilStdin = Annotated[
+    bool, typer.Option("--until-stdin-closes", help="End with standard input: a pipe from the process that starts it.")
+]
 _RequestLog = Annotated[
     bool, typer.Option("--log-json", help="Log each request as one JSON object on stderr, not as a line of text.")
 ]
@@ -74,6 +86,7 @@ _RequestLog = Annotated[
 def serve(
     *,
     root: _Root = None,
+    run: _Run = None,
     listen: _Listen = "127.0.0.1:8600",
     token_file: _TokenFile = None,
     tls_cert: _Certificate = None,
@@ -84,6 +97,7 @@ def serve(
     hand_over: _HandOver = True,
     grace: _Grace = 30.0,
     state: _State = None,
+    until_stdin_closes: _UntilStdin = False,
     log_json: _RequestLog = False,
 ) -> None:
     """Serve checkpoints over HTTP, so that other processes and machines load them from here.
@@ -96,7 +110,7 @@ def serve(
 
     $ shardload serve --root /mnt/models --listen 0.0.0.0:8600 --token-file tokens --tls-cert cert.pem --tls-key key.pem
     """
-    if not root:
+    if not root and not run:
         raise typer.BadParameter("name at least one folder.", param_hint="--root")
     with streams.results() as out:
         try:
@@ -114,10 +128,11 @@ def serve(
             requests_per_s=client_requests,
             hands_over=hand_over,
             grace_s=grace,
+            until_stdin_closes=until_stdin_closes,
         )
         if tokens and not listening.is_local and tls_cert is None:
             streams.note("without --tls-cert, tokens and weights are sent unencrypted")
-        catalogue = Catalogue(root)
+        catalogue = Catalogue(root or (), runs=run or ())
         served, *left_out = summary(catalogue)
         for line in left_out:
             streams.note(line)

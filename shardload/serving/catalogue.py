@@ -122,14 +122,18 @@ class _Scan:
 class Catalogue:
     """The checkpoints below some folders. Thread-safe."""
 
-    def __init__(self, roots: Iterable[str | os.PathLike[str]]) -> None:
-        """Scan the folders; raise if one of them cannot be read."""
-        self.roots = tuple(_root(root) for root in roots)
+    def __init__(self, roots: Iterable[str | os.PathLike[str]], *, runs: Iterable[str | os.PathLike[str]] = ()) -> None:
+        """Scan the folders; raise if one of them cannot be read.
+
+        ``runs`` are folders of training runs, which may be without a step yet.
+        """
+        folders = {_root(run) for run in runs}
+        self.roots = (*(_root(root) for root in roots), *folders)
         if not self.roots:
             raise UsageError("Cannot serve nothing: name a folder with --root DIR")
         self._lock, self._stopped = threading.Lock(), threading.Event()
         # Decided once: a file that is added to a folder must not change the addresses of all others.
-        self._whole = {root for root in self.roots if _Folder(root).is_one_checkpoint()}
+        self._whole = folders | {root for root in self.roots if _Folder(root).is_one_checkpoint()}
         self._scan_all()
 
     def checkpoints(self) -> list[ServedCheckpoint]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import os
 import re
 import resource
 import signal
 import ssl
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,7 @@ from shardload.serving.jobs import Jobs
 from shardload.serving.limits import ConnectionShare, RequestRate
 from shardload.serving.listener import Listener, bound
 from shardload.serving.noise import server_log
+from shardload.stores.listen_address import ListenAddress
 from shardload.stores.tokens import private_content
 
 _LEAST_TOKEN = 16
@@ -54,26 +56,21 @@ class Listening:
     """How many requests a second one client may send; by default any number."""
     hands_over: bool = True
     """Whether clients on this machine get open files, and read them without a connection."""
+    until_stdin_closes: bool = False
+    """Whether the end of standard input ends the server, too: it may be a pipe from the process that started it."""
     grace_s: float = 30.0
     """Seconds that bodies which are being sent at the end may still take."""
 
     @classmethod
     def parse(cls, text: str, **options: Any) -> Listening:
         """Read ``HOST:PORT``; raise a `UsageError` if it is something else."""
-        host, _, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise UsageError(f"Cannot listen at {text!r}: expected HOST:PORT, such as 127.0.0.1:8600")
-        return cls(host=host, port=int(port), **options)
+        found = ListenAddress.parse(text)
+        return cls(host=found.host, port=found.port, **options)
 
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        with suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return False
+        return ListenAddress(self.host, self.port).is_local
 
     def tls(self) -> ssl.SSLContext | None:
         """Return what TLS needs; ``None`` if there is no certificate."""
@@ -168,6 +165,14 @@ def _allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def _read_stdin(then: Callable[[], object]) -> None:
+    with suppress(OSError):
+        while os.read(0, 1 << 16):
+            pass
+    with suppress(RuntimeError):  # the server has ended already
+        then()
+
+
 async def _run(
     service: Service,
     listener: Listener,
@@ -178,6 +183,9 @@ async def _run(
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
+    if listening.until_stdin_closes:
+        # A daemon: a read cannot be interrupted.
+        threading.Thread(target=_read_stdin, args=(lambda: loop.call_soon_threadsafe(ended.set),), daemon=True).start()
     runner = web.AppRunner(
         service.application(),
         shutdown_timeout=listening.grace_s / 2,  # aiohttp waits for so long twice

@@ -36,7 +36,7 @@ class Child:
     def adopts_after(self, step):
         """Wait for a later step than this one, and return its number."""
         is_told = lambda: self.process.poll() is not None or (self.told and self.told[-1]["step"] > step)  # noqa: E731
-        assert any(eventually(is_told) for _ in range(4)) and self.process.poll() is None, "".join(self.lines[-30:])
+        assert eventually(is_told, within_s=300) and self.process.poll() is None, "".join(self.lines[-30:])
         return self.told[-1]["step"]
 
     def kill(self):

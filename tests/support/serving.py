@@ -13,15 +13,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 
-def eventually(check):
-    """Whether something becomes true within a minute."""
-    for _ in range(1200):
-        if check():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 class Served:
     """A server of folders; ``address`` is its URL, ``log`` what it wrote to stderr so far, if anyone reads it."""
 
@@ -87,8 +78,10 @@ def served(*options, **named):
         server.process.communicate()
 
 
-def eventually(condition):
-    deadline = time.monotonic() + 90
+def eventually(condition, *, within_s=90):
+    """True once a condition is; it fails the test if that takes longer."""
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return True
