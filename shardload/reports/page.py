@@ -94,20 +94,24 @@ class Page:
 
     def html(self) -> str:
         """Return the page as the text of an HTML file."""
-        style, script = _style(), _file("page.js")
+        style, script = page_style(), page_script()
         policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
         parts = [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">",
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_escape(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>",
-            f"<h1>{_escape(self.title)}</h1>\n<main>",
-            *map(_chart, self.charts),
-            *_facts(self.facts),
-            *self._variables(),
+            f"<title>{escaped(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>",
+            f"<h1>{escaped(self.title)}</h1>\n<main>",
+            *self.sections(),
             f"</main>\n<script>{script}</script>\n</body>\n</html>",
         ]
         return "\n".join(parts) + "\n"
+
+    def sections(self) -> Iterator[str]:
+        """Yield the HTML of charts, facts and variables, for pages that have `page_style` and `page_script`."""
+        yield from map(_chart, self.charts)
+        yield from _facts(self.facts)
+        yield from self._variables()
 
     def _variables(self) -> Iterator[str]:
         colours = {axis: i % len(AXIS_COLOURS) for i, axis in enumerate(self.axes)}
@@ -118,25 +122,26 @@ class Page:
         # Shown by the script, as it is of no use without.
         yield '<p id="search" hidden><label>Search <input type="search" autocomplete="off" spellcheck="false"></label>'
         yield f'<span role="status">{plural(len(self.rows), "variable")}</span></p>'
-        yield '<div class="scroll" role="region" aria-labelledby="variables" tabindex="0">\n<table class="variables">'
+        yield '<div class="scroll" role="region" aria-label="Table of variables" tabindex="0">'
+        yield '<table class="variables">'
         heads = [("Variable", "name"), ("Dtype", "dtype"), ("Dims and splits", "dims")]
         heads += [("Bytes", "bytes number"), ("On each device", "each number"), ("Why", "why")]
         cells = (f'<th scope="col" class="{kind}">{head}</th>' for head, kind in heads if has_dtypes or kind != "dtype")
         yield f"<thead><tr>{''.join(cells)}</tr></thead>\n<tbody>"
         for row in self.rows:
             v = row.variable
-            dtype = f"<td>{_escape(v.dtype)}</td>" if has_dtypes else ""
+            dtype = f"<td>{escaped(v.dtype)}</td>" if has_dtypes else ""
             yield (
-                f'<tr><th scope="row">{_escape(v.name).replace("/", "/<wbr>")}</th>{dtype}'
+                f'<tr><th scope="row">{escaped(v.name).replace("/", "/<wbr>")}</th>{dtype}'
                 f'<td data-value="{math.prod(v.shape)}">{self._dims(row, colours)}</td>'
                 f'<td class="number" data-value="{v.bytes}">{format_bytes(v.bytes)}</td>'
                 f'<td class="each number" data-value="{v.device_bytes}">{format_bytes(v.device_bytes)}'
-                f"{_bar((v.device_bytes,), most)}</td><td>{_why(row)}</td></tr>"
+                f"{bar_svg((v.device_bytes,), most)}</td><td>{_why(row)}</td></tr>"
             )
         yield "</tbody>\n</table>\n</div>\n</section>"
 
     def _legend(self, colours: Mapping[str, int]) -> str:
-        chips = (f'<span class="axis a{i}">{_escape(axis)} ÷{self.axes[axis]}</span>' for axis, i in colours.items())
+        chips = (f'<span class="axis a{i}">{escaped(axis)} ÷{self.axes[axis]}</span>' for axis, i in colours.items())
         stored = ' <span class="axis plain stored">dashed</span> stored split, gathered for use'
         return f"Axes of the mesh: {' '.join(chips)}{stored if any(row.stored for row in self.rows) else ''}"
 
@@ -150,7 +155,7 @@ class Page:
             for axis in axes:
                 stored = ' stored" title="stored split, gathered for use' if axis in row.stored else ""
                 parts = f"÷{self.axes[axis]} " if axis in self.axes else ""
-                chips += f' <span class="axis a{colours.get(axis, 0)}{stored}">{parts}{_escape(axis)}</span>'
+                chips += f' <span class="axis a{colours.get(axis, 0)}{stored}">{parts}{escaped(axis)}</span>'
             dims.append(f'<span class="dim">{length}{chips}</span>')
         return f" {TIMES} ".join(dims)
 
@@ -173,24 +178,24 @@ def mesh_positions(axes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _chart(chart: Chart) -> str:
-    heading = _escape(chart.heading)
+    heading = escaped(chart.heading)
     lines = [f'<section>\n<h2>{heading}</h2>\n<table class="bars">']
     if chart.caption:
-        lines.append(f"<caption>{_escape(chart.caption)}</caption>")
+        lines.append(f"<caption>{escaped(chart.caption)}</caption>")
     for bar in chart.bars:
-        drawn = _bar(bar.parts, chart.full, chart.limit)
+        drawn = bar_svg(bar.parts, chart.full, chart.limit)
         lines.append(
-            f'<tr><th scope="row">{_escape(bar.label)}</th><td>{drawn}</td>'
-            f'<td class="number">{_escape(bar.text)}</td></tr>'
+            f'<tr><th scope="row">{escaped(bar.label)}</th><td>{drawn}</td>'
+            f'<td class="number">{escaped(bar.text)}</td></tr>'
         )
     lines.append("</table>")
     if chart.legend:
-        swatches = (f'<li><span class="swatch p{i}"></span>{_escape(text)}</li>' for i, text in enumerate(chart.legend))
+        swatches = (f'<li><span class="swatch p{i}"></span>{escaped(text)}</li>' for i, text in enumerate(chart.legend))
         lines.append(f'<ul class="legend">{"".join(swatches)}</ul>')
     return "\n".join([*lines, "</section>"])
 
 
-def _bar(parts: Sequence[float], full: float, limit: float | None = None) -> str:
+def bar_svg(parts: Sequence[float], full: float, limit: float | None = None) -> str:
     """Return a bar as SVG; its numbers are in the text beside it. The policy of the page allows no style attributes."""
     drawn, begun = "", 0.0
     for i, value in enumerate(parts):
@@ -207,7 +212,7 @@ def _bar(parts: Sequence[float], full: float, limit: float | None = None) -> str
 def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     if facts:
         yield '<section>\n<h2>Summary</h2>\n<dl class="facts">'
-        yield from (f"<dt>{_escape(label)}</dt><dd>{_escape(text)}</dd>" for label, text in facts)
+        yield from (f"<dt>{escaped(label)}</dt><dd>{escaped(text)}</dd>" for label, text in facts)
         yield "</dl>\n</section>"
 
 
@@ -217,20 +222,27 @@ def _why(row: Row) -> str:
     whole = f"layout ({layout}): each device has the whole variable"
     part = f"layout ({layout}): each device has {_shape(v.shard_shape)} of {_shape(v.shape)}"
     details = (whole if v.shape == v.shard_shape else part, *row.details)
-    lines = "".join(f"<li>{_escape(text)}</li>" for text in details)
-    lines += "".join(f'<li class="decision">{_escape(text)}</li>' for text in row.decisions)
-    return f"<details><summary>{_escape(row.reason) or 'layout'}</summary><ul>{lines}</ul></details>"
+    lines = "".join(f"<li>{escaped(text)}</li>" for text in details)
+    lines += "".join(f'<li class="decision">{escaped(text)}</li>' for text in row.decisions)
+    return f"<details><summary>{escaped(row.reason) or 'layout'}</summary><ul>{lines}</ul></details>"
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f" {TIMES} ".join(map(str, shape)) or "scalar"
 
 
-def _escape(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return text, such as untrusted names, for HTML: with control characters as escapes, except ends of lines."""
     return html.escape(printable(text, keep="\n"))
 
 
-def _style() -> str:
+def page_script() -> str:
+    """Return the JavaScript that sorts and searches the variables of a page; it runs after the page is parsed."""
+    return _file("page.js")
+
+
+def page_style() -> str:
+    """Return the CSS of a page."""
     parts = (f".p{i}{{fill:{colour};background:{colour}}}" for i, colour in enumerate(PART_COLOURS))
     axes = (f".a{i}{{background:{colour}}}" for i, colour in enumerate(AXIS_COLOURS))
     return _file("page.css") + "\n".join((*parts, *axes)) + "\n"

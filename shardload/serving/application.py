@@ -1,6 +1,7 @@
 """The server's addresses, and who may ask: an application of aiohttp.
 
     /NAME, /NAME/…              bytes of files; pages and lists of folders
+    /ui/…                       other pages, of `site`
     /api/v1/checkpoints         what there is, as JSON
     /api/v1/jobs                work with it that takes a while
     /healthz /readyz /metrics   for operators
@@ -20,6 +21,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any
@@ -29,21 +31,27 @@ from aiohttp import web
 from shardload.errors import ShardloadError
 from shardload.serving.announcing import Announcing
 from shardload.serving.catalogue import RESERVED, Catalogue, ServedCheckpoint, ServedFile
+from shardload.serving.examining import Examiner
 from shardload.serving.handing import Handing
 from shardload.serving.job_records import JobRecords
 from shardload.serving.job_requests import JobRequests, may_have_body, refuse_pages_of_others
 from shardload.serving.jobs import Jobs
 from shardload.serving.limits import RequestRate, client_of
+from shardload.serving.live_loads import LiveLoads
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
-from shardload.serving.pages import STYLE, folder_page, home_page
+from shardload.serving.pages import OPEN_PATHS, answer, folder_page, home_page
 from shardload.serving.sending import send_bytes
+from shardload.serving.sign_in import SignIn, is_form
+from shardload.serving.site import ServerPages
 from shardload.stores.handed import SERVER_PATH
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ID, _SENT, _ROUTE = web.RequestKey("id", str), web.RequestKey("sent", int), web.RequestKey("route", str)
-_OPEN = ("/healthz", "/readyz")
-"""Paths that need no token, and may be asked for at any rate: a supervisor asks for them."""
+_SUPERVISED = ("/healthz", "/readyz")
+"""Paths that may be asked for at any rate, without a token: a supervisor asks for them."""
+_OPEN = (*_SUPERVISED, *OPEN_PATHS)
+"""Paths that need no token."""
 _OWN_NAME = "localhost"
 PAGE_S = 60.0
 """Seconds in which a client must take a page or a list."""
@@ -52,7 +60,7 @@ _POLICY = "default-src 'none'; style-src 'self'; img-src 'self'; frame-ancestors
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": _POLICY,
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Server": "shardload",
 }
@@ -67,10 +75,22 @@ class Access:
     """Any of these opens everything; without one, everyone who can connect may ask."""
     is_local: bool = True
     """Whether only this machine can connect, so that requests must name it."""
+    own_token: str = field(default_factory=secrets.token_urlsafe, repr=False)
+    """The token of processes that the server starts to read from it."""
+
+    def is_own(self, authorization: str | None) -> bool:
+        """Whether a request with this header is one of a process that the server started."""
+        return hmac.compare_digest(
+            (authorization or "").encode(errors="surrogateescape"), f"Bearer {self.own_token}".encode()
+        )
+
+    def allows_client(self, authorization: str | None) -> bool:
+        """Whether a request with this header may be answered, and does not come from the server itself."""
+        return not self.is_own(authorization) and self.allows(authorization)
 
     def allows(self, authorization: str | None) -> bool:
         """Whether a request with this header may be answered; takes equally long for all wrong tokens."""
-        if not self.tokens:
+        if not self.tokens or self.is_own(authorization):
             return True
         kind, _, given = (authorization or "").partition(" ")
         digest = hashlib.sha256(given.strip().encode(errors="surrogateescape")).digest()
@@ -107,7 +127,11 @@ class Service:
         rate: RequestRate | None = None,
     ) -> None:
         self.catalogue, self.access, self.metrics = catalogue, access, Metrics()
-        self.handing = Handing(catalogue, access.allows, log=log, handed=self.metrics.handed.inc)
+        self.loads = LiveLoads(catalogue)
+        self.sign_in = SignIn(
+            access.allows, is_needed=bool(access.tokens), failed=self.metrics.errors.labels("token").inc
+        )
+        self.handing = Handing(catalogue, access.allows_client, log=log, handed=self._handed)
         self.hands_over = hands_over and self.handing.socket_name is not None
         """Whether clients on this machine get open files."""
         self.announcing = Announcing(catalogue, self._refresh_old)
@@ -122,6 +146,8 @@ class Service:
             is_ending=lambda: self.is_ending,
             page_s=page_s,
         )
+        self.examiner = Examiner(access.own_token)
+        self.site = ServerPages(catalogue, self.examiner, self.loads, self._refresh_old)
 
     def application(self) -> web.Application:
         """Return the application, which `aiohttp.web.AppRunner` runs."""
@@ -133,9 +159,10 @@ class Service:
         found.router.add_get("/openapi.json", self._document)
         found.router.add_get(SERVER_PATH, self._server)
         found.router.add_get("/api/v1/checkpoints", self._checkpoints)
-        found.router.add_get("/api/v1/style.css", self._style)
         self._job_requests.add_routes(found.router)
         self.announcing.add_routes(found.router)
+        self.site.add_routes(found.router)
+        self.sign_in.add_routes(found.router)
         found.router.add_get("/{key:.*}", self._key)
         return found
 
@@ -196,13 +223,18 @@ class Service:
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse who may not ask, or asks too often."""
-        is_open = request.path in _OPEN
-        if self._rate and not is_open and (wait_s := self._rate.wait_s(client_of(request.remote or ""))):
+        authorization = request.headers.get("Authorization")
+        is_limited = request.path not in _SUPERVISED and not self.access.is_own(authorization)
+        if self._rate and is_limited and (wait_s := self._rate.wait_s(client_of(request.remote or ""))):
             text = "This client sends too many requests. Retry-After says how many seconds to wait.\n"
             raise web.HTTPTooManyRequests(text=text, headers={"Retry-After": str(wait_s)})
         if self.access.is_local and not self.access.names_this_machine(request.host):
             raise web.HTTPMisdirectedRequest(text=f"This server answers to {_OWN_NAME} and 127.0.0.1 only.\n")
-        if not is_open and not self.access.allows(request.headers.get("Authorization")):
+        is_open = request.path in _OPEN or self.access.allows(authorization)
+        if not is_open and not self.sign_in.is_signed_in(request):
+            if (form := self.sign_in.refusal(request)) is not None:
+                form.headers["WWW-Authenticate"] = "Bearer"
+                return form
             raise web.HTTPUnauthorized(
                 text="Send a token of this server: Authorization: Bearer TOKEN\n",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -210,7 +242,7 @@ class Service:
         if request.method not in ("GET", "HEAD"):
             refuse_pages_of_others(request)
         is_known = request.match_info.http_exception is None  # otherwise that says what is wrong
-        if is_known and request.can_read_body and not may_have_body(request):
+        if is_known and request.can_read_body and not (may_have_body(request) or is_form(request)):
             raise web.HTTPBadRequest(text="Requests have no body here.\n")
         return await handler(request)
 
@@ -229,9 +261,6 @@ class Service:
 
     async def _server(self, request: web.Request) -> web.Response:
         return _json({"server": "shardload", "socket": self.handing.socket_name if self.hands_over else None})
-
-    async def _style(self, request: web.Request) -> web.Response:
-        return web.Response(text=STYLE, content_type="text/css")
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         await self._refresh_old()
@@ -276,14 +305,24 @@ class Service:
                 raise web.HTTPServiceUnavailable(text="The server is to end.\n")
             raise web.HTTPNotFound(text="There is no such file.\n")
         descriptor, found = opened
-        with FileIO(descriptor) as file:
+        with FileIO(descriptor) as file, self._noted_load(request, key) as noted:
+
+            def sent(n_bytes: int) -> None:
+                self._sent(request, n_bytes)
+                noted(n_bytes)
+
             return await send_bytes(
-                request,
-                file,
-                found,
-                is_same=lambda fd: self.catalogue.is_same(fd, found),
-                sent=lambda n_bytes: self._sent(request, n_bytes),
+                request, file, found, is_same=lambda fd: self.catalogue.is_same(fd, found), sent=sent
             )
+
+    def _noted_load(self, request: web.Request, key: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Count a request for bytes as part of a load, unless the server itself sent it, or it asks for none."""
+        is_load = request.method == "GET" and not self.access.is_own(request.headers.get("Authorization"))
+        return self.loads.reading(request.remote, key) if is_load else nullcontext(lambda n_bytes: None)
+
+    def _handed(self, key: str) -> None:
+        self.metrics.handed.inc()
+        self.loads.handed(key)
 
     async def _opened(self, key: str) -> tuple[int, ServedFile] | None:
         try:
@@ -313,13 +352,16 @@ class Service:
                 for name in names
             ]
             return _json({"entries": entries})
-        page = folder_page(folder, names) if folder else home_page(names, self.catalogue.checkpoints())
-        return web.Response(text=page, content_type="text/html")
+        if folder:
+            return web.Response(text=folder_page(folder, names), content_type="text/html")
+        match = request.query.get("match", "")[:200]
+        return answer(home_page(names, self.catalogue.checkpoints(), match=match))
 
 
 async def _with_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Say in each answer which request it is for, and what a browser may do with it."""
-    response.headers.update(HEADERS)
+    policy = response.headers.get("Content-Security-Policy", _POLICY)  # of a page that has its own
+    response.headers.update({**HEADERS, "Content-Security-Policy": policy})
     if (number := request.get(_ID)) is not None:
         response.headers["X-Request-Id"] = number
 

@@ -48,7 +48,7 @@ _DIGESTS = "shardload"
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOVED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 """Errors of a file that is gone, or whose place something else took: a link, a folder, a socket."""
-RESERVED = ("api", "healthz", "readyz", "metrics", "openapi.json")
+RESERVED = ("api", "healthz", "readyz", "metrics", "openapi.json", "ui")
 """Names directly below a server's address that are its own."""
 
 

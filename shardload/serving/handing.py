@@ -34,9 +34,9 @@ class Handing:
         allows: Callable[[str | None], bool],
         *,
         log: Callable[[dict[str, Any]], None],
-        handed: Callable[[], None],
+        handed: Callable[[str], None],
     ) -> None:
-        """``log`` gets the facts of each file that was handed over, and ``handed`` counts it."""
+        """``log`` gets the facts of each file that was handed over, and ``handed`` its address below the server's."""
         self.socket_name = f"shardload-{secrets.token_hex(16)}" if sys.platform == "linux" else None
         """The name of the socket; ``None`` if this system has no such sockets."""
         self._catalogue, self._allows, self._log, self._handed = catalogue, allows, log, handed
@@ -83,7 +83,7 @@ class Handing:
                 os.close(descriptor)
             facts = {"request": secrets.token_hex(8), "client": "this machine", "method": "HAND", "status": 200}
             self._log({**facts, "path": f"/{asked['key']}", "bytes": 0, "seconds": 0.0})
-            self._handed()
+            self._handed(str(asked["key"]))
 
 
 async def _line(connection: socket.socket) -> Any:

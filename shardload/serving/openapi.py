@@ -11,6 +11,65 @@ _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _PARTS = {"multipart/byteranges": {"schema": {"type": "string", "format": "binary"}}}
 _PAGE = {"text/html": {"schema": {"type": "string"}}}
+_ICON: dict[str, Any] = {"image/svg+xml": {}}
+_LOAD = {
+    "type": "object",
+    "required": ["client", "checkpoint", "bytes", "sent", "is_live"],
+    "properties": {
+        "client": {"type": "string"},
+        "checkpoint": {"type": "string"},
+        "step": {"type": "integer", "minimum": 0},
+        "bytes": {"type": "integer", "minimum": 0, "description": "Of the checkpoint, or of the step"},
+        "sent": {"type": "integer", "minimum": 0},
+        "handed_files": {"type": "integer", "minimum": 0},
+        "running_requests": {"type": "integer", "minimum": 0},
+        "bytes_per_s": {"type": "integer", "minimum": 0, "description": "Over the last seconds"},
+        "seconds": {"type": "number"},
+        "is_live": {"type": "boolean"},
+    },
+}
+_SCRIPT: dict[str, Any] = {"text/javascript": {}}
+_TEXT_SCHEMA = {"type": "string"}
+_PATH = {"name": "path", "in": "path", "required": True, "schema": _TEXT_SCHEMA, "description": "May contain slashes"}
+_STEP = {"name": "step", "in": "query", "schema": {"type": "integer", "minimum": 0}, "description": "Of a run"}
+_QUERY = (
+    {"name": "match", "in": "query", "schema": _TEXT_SCHEMA, "description": "Words that shown tensors have"},
+    {"name": "group", "in": "query", "schema": _TEXT_SCHEMA, "description": "How the names of shown tensors begin"},
+)
+_MESH = {
+    "name": "mesh",
+    "in": "query",
+    "schema": {"type": "string", "maxLength": 64},
+    "example": "2x4",
+    "description": "Sizes, or axes with sizes: data=2,model=4",
+}
+_VARIABLE = {"name": "variable", "in": "query", "schema": _TEXT_SCHEMA, "description": "Shown on each device"}
+_PLAN = {
+    "type": "object",
+    "required": ["source", "mesh", "devices", "weight_bytes", "bytes", "layout"],
+    "description": "As `shardload plan --json` prints it, with as many hosts as devices",
+}
+_TENSORS = {
+    "type": "object",
+    "required": ["source", "format", "files", "parameters", "bytes", "tensors"],
+    "description": "As `shardload inspect --json` prints it",
+    "properties": {
+        "files": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "tensors": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "shape", "dtype", "bytes"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                    "dtype": {"type": "string"},
+                    "bytes": {"type": "integer", "minimum": 0},
+                },
+            },
+        },
+    },
+}
 _CHECKPOINT = {
     "type": "object",
     "required": ["name", "format", "kind", "files", "bytes"],
@@ -59,7 +118,34 @@ def document() -> dict[str, Any]:
             "/api/v1/checkpoints": _only("get", "The checkpoints", {"200": _object(_list("checkpoints", _CHECKPOINT))}),
             **_job_paths(),
             "/api/v1/runs/{path}": _only("get", "The steps of a training run", _run_answers(), _run_parameters()),
-            "/api/v1/style.css": _only("get", "What pages look like", {"200": _answer("CSS", {"text/css": {}})}),
+            "/api/v1/checkpoints/{path}/tensors": _only(
+                "get", "The tensors of a checkpoint", _examined(_TENSORS), [_PATH, _STEP]
+            ),
+            "/api/v1/checkpoints/{path}/plan": _only(
+                "get", "What a load onto a mesh would do", _examined(_PLAN), [_PATH, _STEP, _MESH | {"required": True}]
+            ),
+            "/api/v1/loads": _only("get", "What clients read now", {"200": _object(_list("loads", _LOAD))}),
+            "/ui/loads": _only("get", "The same as a page", {"200": _answer("A page", _PAGE)}),
+            "/ui/sign-in": _only("get", "The form that takes a token", {"200": _answer("A page", _PAGE)}, is_open=True)
+            | _posted(
+                "Begin a session of a browser",
+                ("token", "next"),
+                {"429": _answer("Too many wrong tokens, or requests", _PAGE | _TEXT)},
+            ),
+            "/ui/sign-out": _only(
+                "get", "The form that ends a session", {"200": _answer("A page", _PAGE)}, is_open=True
+            )
+            | _posted("End a session of a browser", (), {"429": _answer("Too many requests", _TEXT)}),
+            "/ui/icon.svg": _only("get", "What tabs show", {"200": _answer("A picture", _ICON)}, is_open=True),
+            "/ui/plans/{path}": _only("get", "A plan as a page", _examined(None), [_PATH, _STEP, _MESH, _VARIABLE]),
+            "/ui/checkpoints/{path}": _only(
+                "get", "The page of a checkpoint", _examined(None), [_PATH, _STEP, *_QUERY]
+            ),
+            "/ui/site.css": _only(
+                "get", "What pages look like", {"200": _answer("CSS", {"text/css": {}})}, is_open=True
+            ),
+            "/ui/site.js": _only("get", "What pages do while typing", {"200": _answer("A script", _SCRIPT)}),
+            "/ui/table.js": _only("get", "What tables do", {"200": _answer("A script", _SCRIPT)}),
             "/": _only("get", "The checkpoints as a page, or as a list", {"200": _folder()}),
             "/{path}": _only("get", "Bytes of a file, or what is in a folder", _file_answers(), _file_parameters()),
         },
@@ -185,10 +271,38 @@ def _run_parameters() -> list[dict[str, Any]]:
 
 
 def _file_parameters() -> list[dict[str, Any]]:
-    text = {"type": "string"}
-    path = {"name": "path", "in": "path", "required": True, "schema": text, "description": "May contain slashes"}
     names = ("Range", "If-Range", "If-Match", "If-None-Match")
-    return [path, *({"name": name, "in": "header", "schema": text} for name in names)]
+    return [_PATH, *({"name": name, "in": "header", "schema": _TEXT_SCHEMA} for name in names)]
+
+
+def _posted(summary: str, names: tuple[str, ...], answers: dict[str, Any]) -> dict[str, Any]:
+    """Return an operation that takes a form, from the server's own pages only."""
+    fields = {"type": "object", "properties": dict.fromkeys(names, _TEXT_SCHEMA)}
+    refusals = {"403": "Another page sent it, or no token", "413": "Too long", "415": "No form"}
+    found = {
+        "303": _answer("Where to go on"),
+        "400": _answer("No form", _TEXT),
+        "421": _answer("Not this machine", _TEXT),
+    }
+    found |= {status: _answer(text, _TEXT | _PAGE) for status, text in refusals.items()}
+    body = {"content": {"application/x-www-form-urlencoded": {"schema": fields}}}
+    return {"post": {"summary": summary, "requestBody": body, "responses": found | answers, "security": []}}
+
+
+def _examined(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what is answered about a checkpoint that another process reads: an object, or without one a page."""
+    refusal = _PAGE if schema is None else {"application/json": {"schema": _ERROR}}
+    return {
+        "200": _answer("A page", _PAGE) if schema is None else _object(schema),
+        "400": _answer("A request that is none, or a mesh that is none", refusal | _TEXT),
+        "404": _answer("There is no such checkpoint, or no such step", refusal),
+        "422": _answer("The checkpoint cannot be read; the text says why", refusal),
+        "503": _answer("Others are being read: try again", refusal),
+        "504": _answer("It took too long", refusal),
+    }
+
+
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
 def _only(
@@ -201,16 +315,16 @@ def _only(
     changes: bool = False,
 ) -> dict[str, Any]:
     """Return a path with one operation. What all of them may answer is added: a wrong request, and no right to ask."""
-    refusals = {"400": _answer("A request that is none, or with a body", _TEXT)}
+    refusals = {
+        "400": _answer("A request that is none, or with a body", _TEXT),
+        "421": _answer("Not a name of this machine", _TEXT),
+        "429": _answer("This client sends too many requests", _TEXT),
+    }
     if not is_open:
-        refusals |= {
-            "401": _answer("A token is needed", _TEXT),
-            "421": _answer("Not a name of this machine", _TEXT),
-            "429": _answer("This client sends too many requests", _TEXT),
-        }
+        refusals["401"] = _answer("A token is needed: to a browser, as a form that takes one", _TEXT | _PAGE)
     if changes:
         refusals["403"] = _answer("A browser asks for a page of another site", _TEXT)
-    operation = {"summary": summary, "responses": answers | refusals}
+    operation = {"summary": summary, "responses": refusals | answers}
     if is_open:
         operation["security"] = []
     return {method: operation} | ({"parameters": parameters} if parameters else {})

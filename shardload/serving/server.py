@@ -204,6 +204,7 @@ async def _run(
     def connect() -> Connection:
         return Connection(requests, loop=loop, **options)
 
+    service.examiner.start(connect)
     loop.set_default_executor(ThreadPoolExecutor(_THREADS))
 
     try:
@@ -224,6 +225,7 @@ async def _run(
         service.announcing.end()
         if handing is not None:
             handing.cancel()
+        await service.examiner.close()
         server.close()  # no more connections
     finally:
         await runner.cleanup()

@@ -11,10 +11,12 @@ EXAMPLES = 1500
 SETTINGS = """
 [parameters]
 "path.path" = "{}"
+"query.mesh" = "1x2"
 [checks]
-positive_data_acceptance.expected-statuses = ["2xx", "3xx", "404", "412", "416"]
+positive_data_acceptance.expected-statuses = ["2xx", "3xx", "403", "404", "412", "416", "422"]
 """
-"""A condition that does not hold, and a range past the end, are requests of the right form."""
+"""A condition that does not hold, a range past the end, a checkpoint without a model, and a form of another page are
+requests of the right form. Each new mesh takes a process of its own."""
 
 
 @pytest.mark.parametrize("path", ["models/model.safetensors", "models/", "models", "missing"])

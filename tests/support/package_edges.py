@@ -34,7 +34,7 @@ _ALLOWED = {
     "reports resolve runs sharding stores text transfer typing units",
     "restoring": "errors keras_bridge loaders manifest mapping pipeline processes progress reports resolve runs "
     "transfer typing",
-    "serving": "errors loaders runs stores units verifying",
+    "serving": "errors loaders reports runs sharding stores units verifying",
     "adapting": "converting errors keras_bridge pipeline resolve typing units",
     "callbacks": "data errors keras_bridge pipeline processes reports restoring runs stores typing units",
     "comparing": "converting errors loaders manifest progress resolve transfer units",

@@ -1,0 +1,236 @@
+"""The pages of checkpoints, and the same facts as JSON.
+
+/                                       the catalogue (in `application`, as it is a folder's page, too)
+/ui/checkpoints/NAME                    its tensors, as a tree
+/api/v1/checkpoints/NAME/tensors        the same as JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from aiohttp import web
+
+from shardload.errors import MeshError, UsageError
+from shardload.loaders.orbax.loader import step_number
+from shardload.reports.page import escaped
+from shardload.serving.catalogue import Catalogue, ServedCheckpoint
+from shardload.serving.examining import Examiner, Question, UnansweredError
+from shardload.serving.live_loads import LiveLoads, loads_page
+from shardload.serving.pages import (
+    ICON_PATH,
+    LOADS_PATH,
+    SCRIPT_PATH,
+    STYLE_PATH,
+    TABLE_PATH,
+    UI,
+    answer,
+    checkpoint_path,
+    filter_form,
+    page,
+    static,
+)
+from shardload.serving.plan_view import asked_mesh, command_of, mesh_form, plan_lines
+from shardload.serving.tensor_tree import MOST_ROWS, matching, tree_lines, tree_of
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes, format_count, plural
+
+_MOST_QUERY = 200
+"""Most characters of a text that a page repeats in its fields."""
+_MOST_FILES = 100
+"""Most files that the page of a checkpoint lists."""
+
+
+class ServerPages:
+    """Answers requests for pages of checkpoints. ``refresh`` looks for new ones if that was long ago."""
+
+    def __init__(self, catalogue: Catalogue, examiner: Examiner, live: LiveLoads, refresh: Callable[[], Any]) -> None:
+        self._catalogue, self._examiner, self._live, self._refresh = catalogue, examiner, live, refresh
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """Add the addresses of the pages."""
+        for path in (STYLE_PATH, SCRIPT_PATH, TABLE_PATH, ICON_PATH):
+            router.add_get(path, self._static)
+        router.add_get(UI + "/checkpoints/{name:.+}", self._page_of_checkpoint)
+        router.add_get(LOADS_PATH, self._page_of_loads)
+        router.add_get("/api/v1/loads", self._loads)
+        router.add_get(UI + "/plans/{name:.+}", self._page_of_plan)
+        router.add_get("/api/v1/checkpoints/{name:.+}/tensors", self._tensors)
+        router.add_get("/api/v1/checkpoints/{name:.+}/plan", self._plan)
+
+    async def _page_of_loads(self, request: web.Request) -> web.Response:
+        return answer(loads_page(self._live.to_json()))
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        return _json({"loads": self._live.to_json()})
+
+    async def _static(self, request: web.Request) -> web.Response:
+        return static(request.path)
+
+    async def _page_of_checkpoint(self, request: web.Request) -> web.Response:
+        try:
+            found, step = await self._found(request)
+            facts = await self._asked(found, step, "inspect")
+        except UnansweredError as error:
+            return _refusal(request.match_info["name"], error)
+        query = request.query
+        text = await asyncio.to_thread(
+            _checkpoint_page,
+            found,
+            step,
+            facts,
+            match=query.get("match", "")[:_MOST_QUERY],
+            group=query.get("group", ""),
+        )
+        return answer(text)
+
+    async def _tensors(self, request: web.Request) -> web.Response:
+        try:
+            found, step = await self._found(request)
+            return _json(await self._asked(found, step, "inspect"))
+        except UnansweredError as error:
+            return _json({"error": str(error)}, status=error.status)
+
+    async def _page_of_plan(self, request: web.Request) -> web.Response:
+        query = request.query
+        text, name = query.get("mesh", ""), request.match_info["name"]
+        kept = {"step": query["step"]} if "step" in query else {}
+        lines = [
+            f'<p><a href="{checkpoint_path(name)}{escaped("?" + urlencode(kept)) if kept else ""}">Tensors</a></p>'
+        ]
+        title, status = f"Plan of {name}", 200
+        try:
+            found, step = await self._found(request)
+            lines += mesh_form(text[:_MOST_QUERY], kept)
+            if text:
+                mesh = _mesh(text)
+                plan = await self._asked(found, step, *command_of(mesh))
+                chosen = query.get("variable", "")
+                lines += await asyncio.to_thread(
+                    lambda: [*plan_lines(plan, mesh, chosen=chosen, hidden={**kept, "mesh": text})]
+                )
+        except UnansweredError as error:
+            status = error.status
+            lines.append(f'<p class="refusal">{escaped(str(error))}</p>')
+        return answer(
+            page(title, lines, scripts=(SCRIPT_PATH, TABLE_PATH) if text and status == 200 else ()), status=status
+        )
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        try:
+            found, step = await self._found(request)
+            mesh = _mesh(request.query.get("mesh", ""))
+            return _json(await self._asked(found, step, *command_of(mesh)))
+        except UnansweredError as error:
+            return _json({"error": str(error)}, status=error.status)
+
+    async def _found(self, request: web.Request) -> tuple[ServedCheckpoint, int | None]:
+        """Return the checkpoint that a request is about, and the step of it; raise if there is no such one."""
+        await self._refresh()
+        name, step = request.match_info["name"], request.query.get("step")
+        found = self._catalogue.checkpoint(name)
+        if found is None:
+            raise UnansweredError(404, "There is no such checkpoint.")
+        if step is None:
+            return found, found.steps[-1] if found.steps else None
+        if not step.isascii() or not step.isdecimal() or len(step) > 18 or int(step) not in found.steps:
+            raise UnansweredError(404, "The checkpoint has no such step.")
+        return found, int(step)
+
+    async def _asked(self, found: ServedCheckpoint, step: int | None, *command: str) -> dict[str, Any]:
+        question = await asyncio.to_thread(self._question, found, step, command)
+        return await self._examiner.ask(question)
+
+    def _question(self, found: ServedCheckpoint, step: int | None, command: tuple[str, ...]) -> Question:
+        names = self._catalogue.names(found.name) or {}
+        folders = (f"{found.name}/{name}" for name in names if step is not None and step_number(name) == step)
+        source = next(folders, found.name)
+        # What describes a file of weights is next to it.
+        folder = source.rpartition("/")[0] if found.kind == "file" else source
+        version = hashlib.blake2b(digest_size=16)
+        for part in _versions(self._catalogue, folder, is_deep=found.kind != "file"):
+            version.update(part.encode())
+        return Question(source, version.hexdigest(), command)
+
+
+def _mesh(text: str) -> MeshSpec:
+    try:
+        return asked_mesh(text)
+    except (UsageError, MeshError) as error:
+        raise UnansweredError(400, f"{error}.") from error
+
+
+def _versions(catalogue: Catalogue, folder: str, *, is_deep: bool) -> Iterator[str]:
+    """Yield name and tag of each file in a folder, and with ``is_deep`` of those in folders below."""
+    for name, is_folder in (catalogue.names(folder) or {}).items():
+        key = f"{folder}/{name}".lstrip("/")
+        if is_folder and is_deep:
+            yield from _versions(catalogue, key, is_deep=True)
+        elif (file := catalogue.file(key)) is not None:
+            yield f"{key}\0{file.tag}\0"
+
+
+def _checkpoint_page(
+    found: ServedCheckpoint, step: int | None, facts: dict[str, Any], *, match: str, group: str
+) -> str:
+    tensors = facts["tensors"]
+    shown = matching(tensors, match) if match else tensors
+    tree = tree_of(shown).below(group)
+    lines = list(_summary(found, step, facts))
+    kept = {"step": str(step)} if step is not None else {}
+    inside = {}
+    plan_query = escaped("?" + urlencode(kept)) if kept else ""
+    lines.append(f'<p><a class="button" href="{UI}/plans/{quote(found.name)}{plan_query}">Plan a load</a></p>')
+    lines.append("<h2>Tensors</h2>")
+    if tree is not None and tree.prefix:
+        inside = {"group": tree.prefix}
+        whole = escaped("?" + urlencode(kept))
+        lines.append(f'<p class="name">{escaped(tree.prefix)}… <a href="{whole}">Show all tensors</a></p>')
+    lines += filter_form(match, "Filter by name, dtype or shape", **kept, **inside)
+    n_shown = 0 if tree is None else tree.n_tensors
+    size = "" if tree is None else f", {format_bytes(tree.n_bytes)}"
+    of = "" if n_shown == len(tensors) else f"{n_shown:,} of "
+    lines.append(f'<p class="soft" role="status" data-noun="tensors">{of}{plural(len(tensors), "tensor")}{size}</p>')
+    if tree is not None:
+        is_whole = " data-filtered" if n_shown <= MOST_ROWS else ""
+        kept |= {"match": match} if match else {}
+        lines += [f'<div class="tree-box"{is_whole}>', *tree_lines(tree, all_open=bool(match), kept=kept), "</div>"]
+    return page(found.name, lines)
+
+
+def _summary(found: ServedCheckpoint, step: int | None, facts: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        ("Format", escaped(facts["format"])),
+        ("Tensors", f"{len(facts['tensors']):,}, {format_count(facts['parameters'])} parameters"),
+        ("Bytes", f"{format_bytes(facts['bytes'])} in tensors, {format_bytes(found.n_bytes)} in all files"),
+    ]
+    if facts["left_out"]:
+        rows.append(("Partial", f"without {plural(facts['left_out'], 'weight')}"))
+    if facts["undescribed"]:
+        rows.append(("Model", f"none can be built from it: {escaped(facts['undescribed'])}"))
+    files = [f'<a href="/{quote(name)}">{escaped(name)}</a> {format_bytes(n)}' for name, n in facts["files"].items()]
+    more = [f"and {plural(len(files) - _MOST_FILES, 'file')} more"] if len(files) > _MOST_FILES else []
+    rows.append(("Files", "<br>".join(files[:_MOST_FILES] + more)))
+    yield '<dl class="facts">'
+    for label, text in rows:
+        yield f"<dt>{label}</dt><dd>{text}</dd>"
+    yield "</dl>"
+    if found.steps:
+        links = (
+            f'<a href="{checkpoint_path(found.name)}?step={n}"{" aria-current=true" if n == step else ""}>{n}</a>'
+            for n in reversed(found.steps)
+        )
+        yield f'<p class="steps">Steps: {" ".join(links)}</p>'
+
+
+def _refusal(name: str, error: UnansweredError) -> web.Response:
+    return answer(page(name, [f'<p class="refusal">{escaped(str(error))}</p>'], scripts=()), status=error.status)
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(text=json.dumps(value) + "\n", status=status, content_type="application/json")
