@@ -23,9 +23,10 @@ FOLDERS := .cache/transformers-cross
 WHEELS := .cache/wheels
 MOTO := .cache/moto
 SCHEMATHESIS := .cache/schemathesis
+BROWSER := .cache/browser
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -105,7 +106,12 @@ schemathesis: $(STAMP)  ## requests to a server that a program makes up from its
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet --disable-pip-version-check "schemathesis>=4.32,<5"
 	$(BIN)/python -m pytest tests/serving/test_schemathesis.py --schemathesis $(SCHEMATHESIS)/bin/schemathesis
 
-nightly: wheels moto schemathesis kills faults models fuzz folders test-full  ## what takes too long for every change: hours
+browser: $(STAMP)  ## clicks through the server's pages in Chromium, which must be installed (60 MB of downloads)
+	$(PYTHON) -m venv $(BROWSER)
+	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check "playwright>=1.65,<2" "axe-playwright-python>=0.1.8,<0.2"
+	$(BIN)/python -m pytest tests/serving/test_browser.py -rP --browser $(BROWSER)/bin/python
+
+nightly: wheels moto schemathesis browser kills faults models fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 

