@@ -79,19 +79,27 @@ def _locked(folder: CacheFolder) -> Iterator[None]:
         os.close(fd)
 
 
-def make_room(folder: CacheFolder, *, limit_bytes: int, used_before_s: float) -> int:
-    """Remove ranges until at most ``limit_bytes`` are left; return how many bytes there are now.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What `make_room` did, in bytes of files with their headers."""
+
+    removed: int
+    left: int
+
+
+def make_room(folder: CacheFolder, *, limit_bytes: int, used_before_s: float) -> Room:
+    """Remove ranges until at most ``limit_bytes`` are left.
 
     Objects that were used at ``used_before_s`` (seconds since 1970) or later are kept.
     """
     with _locked(folder):
         found = stored_objects(folder)
-        total = sum(each.n_bytes for each in found)
+        total = left = sum(each.n_bytes for each in found)
         for each in reversed(found):
-            if total <= limit_bytes or each.used_s > used_before_s - _MARGIN_S:
+            if left <= limit_bytes or each.used_s > used_before_s - _MARGIN_S:
                 break
-            total -= _remove(folder, each, most_bytes=total - limit_bytes)
-        return total
+            left -= _remove(folder, each, most_bytes=left - limit_bytes)
+        return Room(total - left, left)
 
 
 def _remove(folder: CacheFolder, each: StoredObject, *, most_bytes: int | None = None) -> int:

@@ -131,7 +131,7 @@ class CachedReads:
         if (found := self._origin.known_version(name)) is not None:
             return found
         if name not in self._pins:
-            if not self._cache.knows(self._address(name), self._variant):
+            if not self._cache.knows(_address(self._origin, name), self._variant):
                 return None
             self._pins[name] = ensure_future(self._pinned(name))
         # Shielded: a request that is cancelled must not cancel what others wait for.
@@ -179,17 +179,24 @@ class CachedReads:
         found.pieces.clear()  # with the memory of what was requested
         return buffer
 
-    def _address(self, name: str) -> str:
-        if self._origin.known is not None:
-            return self._origin.shown(name)
-        return f"{self._origin.address.root}/{self._origin.path(name)}"
-
     def _stored(self, name: str, version: Version | None) -> CachedObject | None:
-        """Return what an object is called in the cache; ``None`` if its version is not known for sure."""
-        text = None if version is None else _version_text(version, is_fixed=self._origin.known is not None)
-        if version is None or text is None:
-            return None
-        return CachedObject(self._address(name), text, version.size, self._variant)
+        return None if version is None else cached_object(self._origin, name, version, variant=self._variant)
+
+
+def cached_object(
+    origin: RangeSource, name: str, version: Version, *, variant: str | None = None
+) -> CachedObject | None:
+    """Return what an object is called in a cache; ``None`` if its version is not known for sure.
+
+    It is the same on all computers that read it from the same address, by the same endpoint.
+    """
+    if (text := _version_text(version, is_fixed=origin.known is not None)) is None:
+        return None
+    return CachedObject(_address(origin, name), text, version.size, _variant(origin) if variant is None else variant)
+
+
+def _address(origin: RangeSource, name: str) -> str:
+    return origin.shown(name) if origin.known is not None else f"{origin.address.root}/{origin.path(name)}"
 
 
 def _version_text(version: Version, *, is_fixed: bool) -> str | None:

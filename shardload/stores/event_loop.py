@@ -46,6 +46,11 @@ class Fetch:
         """Cancel the request; a thread that waits for it gets a `TransferError`."""
         self._future.cancel()
 
+    @property
+    def pending(self) -> concurrent.futures.Future[Any]:
+        """What the request returns, without ``finish``, for programs with an event loop of their own."""
+        return self._future
+
     def result(self) -> memoryview | None:
         """Return the bytes; ``None`` if there is no such object."""
         found: memoryview | None = self.wait()

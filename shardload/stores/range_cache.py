@@ -75,6 +75,8 @@ class CacheTraffic:
     """Bytes written to the cache."""
     left_out: int = 0
     """Bytes that were not written: the disk did not keep up, or the cache is full of what is in use."""
+    removed: int = 0
+    """Bytes of files that were removed to make room, with their headers."""
     notes: tuple[str, ...] = ()
     """What a person should know: damaged files, and why nothing is stored."""
 
@@ -85,6 +87,7 @@ class CacheTraffic:
             self.fetched - before.fetched,
             self.stored - before.stored,
             self.left_out - before.left_out,
+            self.removed - before.removed,
             tuple(dict.fromkeys(self.notes[len(before.notes) :])),  # two files may be noted by turns
         )
 
@@ -188,12 +191,17 @@ class RangeCache:
             self.note(f"the cache {self.folder.path} had damaged files of {found.address}: fetched them again")
         return False
 
-    def keep(self, found: CachedObject, start: int, data: memoryview, *, used_since_s: float) -> None:
-        """Store bytes of an object in the background; objects used after ``used_since_s`` are not removed for it."""
+    def keep(
+        self, found: CachedObject, start: int, data: memoryview, *, used_since_s: float, wait_s: float = 0.0
+    ) -> None:
+        """Store bytes of an object in the background; objects used after ``used_since_s`` are not removed for it.
+
+        If too many bytes wait to be written, they are left out, after ``wait_s`` seconds.
+        """
         self._count(fetched=len(data))
         for at in range(0, len(data), MOST_RANGE_BYTES):
             part = data[at : at + MOST_RANGE_BYTES]
-            if not self._writer.add(found, start + at, part, used_since_s):
+            if not self._writer.add(found, start + at, part, used_since_s, wait_s=wait_s):
                 self._count(left_out=len(part))
 
     def fetched(self, n_bytes: int) -> None:
@@ -228,11 +236,22 @@ class RangeCache:
             if (listed := self._listed.get(found)) is not None:
                 listed.segments = [each for each in listed.segments if each != segment]
 
-    def _count(self, *, cached: int = 0, fetched: int = 0, stored: int = 0, left_out: int = 0) -> None:
+    def removed(self, n_bytes: int) -> None:
+        """Note that bytes were removed to make room."""
+        self._count(removed=n_bytes)
+
+    def _count(
+        self, *, cached: int = 0, fetched: int = 0, stored: int = 0, left_out: int = 0, removed: int = 0
+    ) -> None:
         with self._lock:
             t = self._traffic
             self._traffic = CacheTraffic(
-                t.cached + cached, t.fetched + fetched, t.stored + stored, t.left_out + left_out, t.notes
+                t.cached + cached,
+                t.fetched + fetched,
+                t.stored + stored,
+                t.left_out + left_out,
+                t.removed + removed,
+                t.notes,
             )
 
 
@@ -262,9 +281,12 @@ class _Writer:
         self._full_for_s = -1.0
         """Loads that began then or earlier have filled the cache: none of what they use may be removed."""
 
-    def add(self, found: CachedObject, start: int, data: memoryview, used_since_s: float) -> bool:
-        """Queue a range; false if it will not be written."""
+    def add(
+        self, found: CachedObject, start: int, data: memoryview, used_since_s: float, *, wait_s: float = 0.0
+    ) -> bool:
+        """Queue a range, perhaps after a wait; false if it will not be written."""
         with self._changed:
+            self._changed.wait_for(lambda: self._is_off or self._queued_bytes + len(data) <= _QUEUED_BYTES, wait_s)
             if self._is_off or self._queued_bytes + len(data) > _QUEUED_BYTES:
                 return False
             self._tasks.append(_Task(found, start, data, used_since_s))
@@ -319,10 +341,9 @@ class _Writer:
         is_old = self._since_scan > max(limit // _SCANS, _LEAST_SCAN_BYTES)
         if self._total is None or is_old or self._total + size > limit:
             self._since_scan = 0
-            self._total = make_room(self._cache.folder, limit_bytes=limit, used_before_s=task.used_since_s)
+            self._total = self._bytes_after(limit, task)
             if self._total + size > limit:
-                most = max(0, min(limit - size, limit - limit // _SPARE))
-                self._total = make_room(self._cache.folder, limit_bytes=most, used_before_s=task.used_since_s)
+                self._total = self._bytes_after(max(0, min(limit - size, limit - limit // _SPARE)), task)
         if self._total + size <= limit:
             return True
         self._full_for_s = max(self._full_for_s, task.used_since_s)
@@ -330,6 +351,11 @@ class _Writer:
             f"the cache {self._cache.folder.path} is full: what this load reads does not fit in {format_bytes(limit)}"
         )
         return False
+
+    def _bytes_after(self, limit_bytes: int, task: _Task) -> int:
+        found = make_room(self._cache.folder, limit_bytes=limit_bytes, used_before_s=task.used_since_s)
+        self._cache.removed(found.removed)
+        return found.left
 
     def _turn_off(self, error: OSError) -> None:
         with self._changed:
