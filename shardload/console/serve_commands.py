@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardload.console import streams
+from shardload.console import options, streams
 from shardload.console.request_log import RequestLog, json_line, text_line
 from shardload.errors import MissingExtraError
+from shardload.stores.cache_choice import current_cache
 
 _Root = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
-        "--root", metavar="DIR", help="Folder with checkpoints, or a checkpoint. May be repeated.", show_default=False
+        "--root",
+        metavar="DIR_OR_URL",
+        help="Folder with checkpoints, or a checkpoint; or its address: s3://, gs://, http(s)://, hf://. May be "
+        "repeated.",
+        show_default=False,
     ),
 ]
 _Run = Annotated[
@@ -78,6 +84,15 @@ _State = Annotated[
 _UntilStdin = Annotated[
     bool, typer.Option("--until-stdin-closes", help="End with standard input: a pipe from the process that starts it.")
 ]
+_Peer = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer",
+        metavar="URL",
+        help="Another server of the same addresses, which is asked for what is missing here. May be repeated.",
+        show_default=False,
+    ),
+]
 _RequestLog = Annotated[
     bool, typer.Option("--log-json", help="Log each request as one JSON object on stderr, not as a line of text.")
 ]
@@ -99,25 +114,35 @@ def serve(
     state: _State = None,
     until_stdin_closes: _UntilStdin = False,
     log_json: _RequestLog = False,
+    cache: options.CacheOption = None,
+    cache_size: options.CacheSizeOption = None,
+    peer: _Peer = None,
 ) -> None:
     """Serve checkpoints over HTTP, so that other processes and machines load them from here.
 
     A checkpoint's address is that of the server with its path below the folder: http://host:8600/gemma2_9b. Only files
-    of checkpoints are served. Each request is logged on stderr. SIGINT or SIGTERM finishes what is being sent.
+    of checkpoints are served. What is at other addresses is fetched once, and kept in the folder of --cache. Each
+    request is logged on stderr. SIGINT or SIGTERM finishes what is being sent.
 
     Examples:
     $ shardload serve --root /mnt/models
 
     $ shardload serve --root /mnt/models --listen 0.0.0.0:8600 --token-file tokens --tls-cert cert.pem --tls-key key.pem
+
+    $ shardload serve --root s3://bucket/models --cache /mnt/nvme/shardload --cache-size 500GiB
     """
     if not root and not run:
         raise typer.BadParameter("name at least one folder.", param_hint="--root")
-    with streams.results() as out:
+    with options.use_cache(cache, cache_size), streams.results() as out:
         try:
-            from shardload.serving.catalogue import Catalogue, summary
+            from shardload.serving.catalogue import Catalogue
+            from shardload.serving.remote_roots import AddressRoot, RemoteCatalogue
+            from shardload.serving.scanning import summary
             from shardload.serving.server import Listening, read_tokens, serve
         except ImportError as error:
             raise MissingExtraError.explaining(error, needed_for="shardload serve") from error
+        from shardload.resolve import is_read_in_place, place_in_store
+
         tokens = () if token_file is None else read_tokens(token_file)
         listening = Listening.parse(
             listen,
@@ -132,10 +157,13 @@ def serve(
         )
         if tokens and not listening.is_local and tls_cert is None:
             streams.note("without --tls-cert, tokens and weights are sent unencrypted")
-        catalogue = Catalogue(root or (), runs=run or ())
-        served, *left_out = summary(catalogue)
-        for line in left_out:
+        own = [each for each in root or () if not is_read_in_place(each)]
+        remote = [AddressRoot(partial(place_in_store, each)) for each in root or () if is_read_in_place(each)]
+        catalogue = Catalogue(own, runs=run or (), may_be_empty=bool(remote))
+        addresses = RemoteCatalogue(remote, taken=catalogue.names("") or {})
+        for line in (*catalogue.left_out(), *addresses.left_out()):
             streams.note(line)
+        served = summary((*catalogue.checkpoints(), *addresses.checkpoints()))
         log = RequestLog(json_line if log_json else text_line)
         try:
             serve(
@@ -145,6 +173,9 @@ def serve(
                 state=state,
                 log=log.note,
                 started=lambda address: out.text(f"{served} at {address}\n"),
+                addresses=addresses,
+                cache=current_cache() if addresses.roots else None,
+                peers=tuple(peer or ()),
             )
         finally:
             log.close()

@@ -262,6 +262,13 @@ def _assemble(target: Path) -> None:
 # ---- hubs ---------------------------------------------------------------------------------------
 
 
+def place_in_store(address: str) -> Location:
+    """Return an address that `is_read_in_place` as a location of a new store; a hub's revision is looked up now."""
+    scheme, _, rest = address.partition("://")
+    address = f"{scheme.lower()}://{rest}"
+    return location_of(address) or hubs.hugging_face_place(address)
+
+
 def is_read_in_place(source: str) -> bool:
     """Whether a source is at an address that nothing is downloaded from before a load reads it."""
     return source.partition("://")[0].lower() in (*SCHEMES, "hf") and "://" in source

@@ -20,7 +20,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from io import FileIO
@@ -30,7 +30,7 @@ from aiohttp import web
 
 from shardload.errors import ShardloadError
 from shardload.serving.announcing import Announcing
-from shardload.serving.catalogue import RESERVED, Catalogue, ServedCheckpoint, ServedFile
+from shardload.serving.catalogue import Catalogue, ServedFile
 from shardload.serving.examining import Examiner
 from shardload.serving.handing import Handing
 from shardload.serving.job_records import JobRecords
@@ -41,10 +41,14 @@ from shardload.serving.live_loads import LiveLoads
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
 from shardload.serving.pages import OPEN_PATHS, answer, folder_page, home_page
+from shardload.serving.remote_answers import RemoteFiles
+from shardload.serving.remote_roots import RemoteCatalogue
+from shardload.serving.scanning import RESERVED, ServedCheckpoint
 from shardload.serving.sending import send_bytes
 from shardload.serving.sign_in import SignIn, is_form
 from shardload.serving.site import ServerPages
 from shardload.stores.handed import SERVER_PATH
+from shardload.stores.range_cache import RangeCache
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ID, _SENT, _ROUTE = web.RequestKey("id", str), web.RequestKey("sent", int), web.RequestKey("route", str)
@@ -112,7 +116,8 @@ class Service:
     """Answers requests for what is in a catalogue.
 
     ``log`` gets the facts of each request; ``jobs`` are what it keeps of them, by default in memory; ``page_s`` is how
-    long a client may take for a page or a list; ``rate`` limits how often it may ask.
+    long a client may take for a page or a list; ``rate`` limits how often it may ask. ``addresses`` are served, too:
+    what is fetched from them is kept in ``cache``, and asked from servers at ``peers`` first.
     """
 
     def __init__(
@@ -125,8 +130,15 @@ class Service:
         hands_over: bool = True,
         page_s: float = PAGE_S,
         rate: RequestRate | None = None,
+        addresses: RemoteCatalogue | None = None,
+        cache: RangeCache | None = None,
+        peers: Iterable[str] = (),
     ) -> None:
         self.catalogue, self.access, self.metrics = catalogue, access, Metrics()
+        self._id = secrets.token_hex(16)
+        self.remote = RemoteFiles(
+            addresses or RemoteCatalogue(()), self.metrics, log, cache=cache, peers=peers, server_id=self._id
+        )
         self.loads = LiveLoads(catalogue)
         self.sign_in = SignIn(
             access.allows, is_needed=bool(access.tokens), failed=self.metrics.errors.labels("token").inc
@@ -153,6 +165,7 @@ class Service:
         """Return the application, which `aiohttp.web.AppRunner` runs."""
         found = web.Application(middlewares=[self._watched, self._allowed], client_max_size=1 << 20)
         found.on_response_prepare.append(_with_headers)
+        found.on_cleanup.append(self.remote.ended)
         found.router.add_get("/healthz", self._health)
         found.router.add_get("/readyz", self._ready)
         found.router.add_get("/metrics", self._metrics)
@@ -253,21 +266,40 @@ class Service:
         return _text("stopping\n", status=503) if self.is_ending else _text("ok\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self.metrics.checkpoints.set(len(self.catalogue.checkpoints()))
+        self.metrics.checkpoints.set(len(self._all_checkpoints()))
+        self.remote.count_removed()
         return web.Response(body=self.metrics.text(), headers={"Content-Type": _METRICS_KIND})
 
     async def _document(self, request: web.Request) -> web.Response:
         return _json(document())
 
     async def _server(self, request: web.Request) -> web.Response:
-        return _json({"server": "shardload", "socket": self.handing.socket_name if self.hands_over else None})
+        socket_name = self.handing.socket_name if self.hands_over else None
+        return _json({"server": "shardload", "id": self._id, "socket": socket_name})
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         await self._refresh_old()
+        await self.remote.refresh()
         return await asyncio.to_thread(self._checkpoint_list)
 
     def _checkpoint_list(self) -> web.Response:
-        return _json({"checkpoints": [_described(each) for each in self.catalogue.checkpoints()]})
+        return _json({"checkpoints": [_described(each) | self.remote.facts(each) for each in self._all_checkpoints()]})
+
+    def _all_checkpoints(self) -> list[ServedCheckpoint]:
+        own = self.catalogue.names("") or {}
+        remote = (each for each in self.remote.catalogue.checkpoints() if each.name.partition("/")[0] not in own)
+        return sorted((*self.catalogue.checkpoints(), *remote), key=lambda each: each.name)
+
+    def _names(self, folder: str) -> dict[str, bool] | None:
+        """Return what is in a folder: at the top, what is on this machine hides what has the same name elsewhere."""
+        own = self.catalogue.names(folder)
+        if self._is_own(folder):
+            return own
+        other = self.remote.catalogue.names(folder)
+        return other if folder or own is None else dict(sorted(((other or {}) | own).items()))
+
+    def _is_own(self, key: str) -> bool:
+        return key.partition("/")[0] in (self.catalogue.names("") or {})
 
     async def _refresh_old(self, key: str = "") -> None:
         if await asyncio.to_thread(self.catalogue.is_old, key):
@@ -298,8 +330,14 @@ class Service:
         folder = key.removesuffix("/")
         if self.catalogue.file(key) is None:  # of a file, it is seen when it is opened whether it changed
             await self._refresh_old(key)
-        if self.catalogue.names(folder) is not None and not key.startswith("/"):
+        if not self._is_own(folder):
+            await self.remote.look_for(folder)
+        if self._names(folder) is not None and not key.startswith("/"):
             return await asyncio.to_thread(self._folder, request, folder)
+        if not self._is_own(key):
+            answer = await self.remote.answer(request, key, lambda n_bytes: self._sent(request, n_bytes, "address"))
+            if answer is not None:
+                return answer
         if (opened := await self._opened(key)) is None:
             if self.is_ending:  # the scan that would have found it may have ended early
                 raise web.HTTPServiceUnavailable(text="The server is to end.\n")
@@ -335,27 +373,29 @@ class Service:
             raise web.HTTPServiceUnavailable(text="The file cannot be opened now.\n") from error
         return found
 
-    def _sent(self, request: web.Request, n_bytes: int) -> None:
+    def _sent(self, request: web.Request, n_bytes: int, source: str = "disk") -> None:
         request[_SENT] += n_bytes
-        self.metrics.sent.labels("disk").inc(n_bytes)
+        self.metrics.sent.labels(source).inc(n_bytes)
 
     def _folder(self, request: web.Request, folder: str) -> web.Response:
         if not request.path.endswith("/"):
             raise web.HTTPMovedPermanently(f"{request.rel_url.raw_path}/")
-        names = self.catalogue.names(folder) or {}
+        names = self._names(folder) or {}
         if request.headers.get("Accept", "").partition(",")[0].strip() == "application/json":
-            files = {name: self.catalogue.file(f"{folder}/{name}".lstrip("/")) for name in names}
-            entries = [
-                {"name": name, "kind": "folder"}
-                if (file := files[name]) is None
-                else {"name": name, "kind": "file", "size": file.n_bytes, "etag": file.tag}
-                for name in names
-            ]
+            entries = [self._entry(name, f"{folder}/{name}".lstrip("/")) for name in names]
             return _json({"entries": entries})
         if folder:
             return web.Response(text=folder_page(folder, names), content_type="text/html")
         match = request.query.get("match", "")[:200]
-        return answer(home_page(names, self.catalogue.checkpoints(), match=match))
+        return answer(home_page(names, self._all_checkpoints(), match=match))
+
+    def _entry(self, name: str, key: str) -> dict[str, Any]:
+        if self._is_own(key):
+            if (file := self.catalogue.file(key)) is not None:
+                return {"name": name, "kind": "file", "size": file.n_bytes, "etag": file.tag}
+        elif (listed := self.remote.catalogue.file(key)) is not None:
+            return {"name": name, "kind": "file", "size": listed.n_bytes}
+        return {"name": name, "kind": "folder"}
 
 
 async def _with_headers(request: web.Request, response: web.StreamResponse) -> None:

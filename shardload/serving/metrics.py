@@ -15,6 +15,21 @@ class Metrics:
         self.sent = Counter(
             "shardload_sent_bytes", "Bytes of files that were sent", ["source"], registry=self._registry
         )
+        self.received = Counter(
+            "shardload_received_bytes",
+            "Bytes of files at addresses that were read: from the source, or the cache",
+            ["source"],
+            registry=self._registry,
+        )
+        self.blocks = Counter(
+            "shardload_blocks",
+            "Blocks of files at addresses that were needed: in memory, in the cache, or missing",
+            ["found"],
+            registry=self._registry,
+        )
+        self.removed = Gauge(
+            "shardload_cache_removed_bytes", "Bytes removed from the cache to make room", registry=self._registry
+        )
         self.handed = Counter(
             "shardload_handed_files", "Open files that were handed to clients on this machine", registry=self._registry
         )

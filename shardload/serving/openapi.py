@@ -80,6 +80,8 @@ _CHECKPOINT = {
         "files": {"type": "integer", "minimum": 1},
         "bytes": {"type": "integer", "minimum": 0},
         "steps": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "source": {"type": "string", "description": "Address that it is fetched from; absent if it is here"},
+        "cached_bytes": {"type": "integer", "minimum": 0, "description": "Bytes of it in the server's cache"},
     },
 }
 _ENTRY = {
@@ -160,6 +162,7 @@ _SERVER = {
     "required": ["server"],
     "properties": {
         "server": {"const": "shardload"},
+        "id": {"type": "string", "description": "Another one each time the server starts"},
         "socket": {
             "type": ["string", "null"],
             "description": "Abstract socket of Linux that hands open files to processes of this machine",
@@ -247,6 +250,7 @@ def _file_answers() -> dict[str, Any]:
         "404": _answer("There is no such file", _TEXT),
         "412": _answer("The file does not have the ETag of If-Match"),
         "416": _answer("The file is shorter, or the ranges overlap, go backwards or are too many", _TEXT),
+        "502": _answer("The address that the file is fetched from does not answer, or refuses", _TEXT),
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -54,31 +55,43 @@ async def send_bytes(
         is_same: Whether the file with this descriptor is still what it was.
         sent: Called with the number of bytes of the file that were sent.
     """
-    headers = {
-        "ETag": f'"{found.tag}"',
-        "Last-Modified": format_datetime(datetime.fromtimestamp(int(found.changed_s), UTC), usegmt=True),
-        "Accept-Ranges": "bytes",
-        "Cache-Control": "private, no-cache",
-    }
-    if not _fits(request.headers.getall("If-Match", []), found.tag, otherwise=True):
+    body = _FileBody(request, file, is_same=is_same, sent=sent)
+    return await send_version(request, body, tag=found.tag, n_bytes=found.n_bytes, changed_s=found.changed_s)
+
+
+async def send_version(
+    request: web.Request, body: Body, *, tag: str, n_bytes: int, changed_s: float
+) -> web.StreamResponse:
+    """Answer a request for bytes of one version of a file, as its conditions and ranges say.
+
+    Args:
+        request: A GET or HEAD request.
+        body: What sends the bytes.
+        tag: The ETag of the version, without quotes.
+        n_bytes: The file's size.
+        changed_s: When it was last changed, in seconds since 1970; 0 if that is not known.
+    """
+    headers = {"ETag": f'"{tag}"', "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
+    if changed_s:
+        headers["Last-Modified"] = format_datetime(datetime.fromtimestamp(int(changed_s), UTC), usegmt=True)
+    if not _fits(request.headers.getall("If-Match", []), tag, otherwise=True):
         return web.Response(status=412, headers=headers)
     # A proxy that compresses makes tags weak; for a copy that is compared as a whole, these are as good.
     known = [each.replace('W/"', '"') for each in request.headers.getall("If-None-Match", [])]
-    if _fits(known, found.tag, otherwise=False):
+    if _fits(known, tag, otherwise=False):
         return web.Response(status=304, headers=headers)
     try:
-        ranges = parse_ranges(_range_header(request, headers["ETag"]), found.n_bytes)
+        ranges = parse_ranges(_range_header(request, headers["ETag"]), n_bytes)
     except UnsatisfiableError as error:
-        headers["Content-Range"] = f"bytes */{found.n_bytes}"
+        headers["Content-Range"] = f"bytes */{n_bytes}"
         return web.Response(status=416, text=f"{error}\n", headers=headers)
-    body = _Body(request, file, is_same=is_same, sent=sent)
     if ranges is None:
-        return await body.send(200, headers | {"Content-Type": _KIND}, [(b"", (0, found.n_bytes))])
+        return await body.send(200, headers | {"Content-Type": _KIND}, [(b"", (0, n_bytes))])
     if len(ranges) == 1:
-        headers |= {"Content-Range": _content_range(*ranges[0], found.n_bytes), "Content-Type": _KIND}
+        headers |= {"Content-Range": _content_range(*ranges[0], n_bytes), "Content-Type": _KIND}
         return await body.send(206, headers, [(b"", ranges[0])])
     mark = secrets.token_hex(12)
-    parts = [(_part_head(mark, each, found.n_bytes), each) for each in ranges]
+    parts = [(_part_head(mark, each, n_bytes), each) for each in ranges]
     headers["Content-Type"] = f"multipart/byteranges; boundary={mark}"
     return await body.send(206, headers, parts, end=f"\r\n--{mark}--\r\n".encode())
 
@@ -108,19 +121,26 @@ def _part_head(mark: str, part: tuple[int, int], n_bytes: int) -> bytes:
     return b"\r\n" + "\r\n".join(lines).encode()
 
 
-class _Body:
+class Body(ABC):
     """The body of one response."""
 
-    def __init__(
-        self, request: web.Request, file: FileIO, *, is_same: Callable[[int], bool], sent: Callable[[int], None]
-    ) -> None:
-        self._request, self._file, self._is_same, self._sent = request, file, is_same, sent
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+
+    async def begin(self, ranges: list[tuple[int, int]]) -> dict[str, str]:
+        """Prepare to send ranges, before the answer begins; return more headers for it."""
+        return {}
+
+    @abstractmethod
+    async def send_range(self, response: web.StreamResponse, start: int, stop: int, end: bytes | None) -> None:
+        """Send a range of the file, and ``end`` after it if that is the end of the body, else ``None``."""
 
     async def send(
         self, status: int, headers: dict[str, str], parts: list[tuple[bytes, tuple[int, int]]], *, end: bytes = b""
     ) -> web.StreamResponse:
         """Send parts of the file, each after some text, and ``end`` after the last one."""
+        if self._request.method != "HEAD":
+            headers = headers | await self.begin([each for _, each in parts])
         response = web.StreamResponse(status=status, headers=headers)
         response.content_length = sum(len(head) + stop - start for head, (start, stop) in parts) + len(end)
         await response.prepare(self._request)
@@ -131,10 +151,7 @@ class _Body:
             for number, (head, (start, stop)) in enumerate(parts, 1):
                 if head:
                     await response.write(head)
-                last = max(start, stop - _LAST_BYTES) if number == len(parts) else stop
-                await self._send_file(response, transport, start, last)
-                if last < stop:
-                    await self._send_last(response, last, stop, end)
+                await self.send_range(response, start, stop, end if number == len(parts) else None)
             await response.write_eof()
         except BaseException:
             # The length was promised: only a connection that ends early says that bytes are missing.
@@ -142,6 +159,24 @@ class _Body:
                 transport.abort()
             raise
         return response
+
+
+class _FileBody(Body):
+    """The body of a response with bytes of an open file."""
+
+    def __init__(
+        self, request: web.Request, file: FileIO, *, is_same: Callable[[int], bool], sent: Callable[[int], None]
+    ) -> None:
+        super().__init__(request)
+        self._file, self._is_same, self._sent = file, is_same, sent
+        self._loop = asyncio.get_running_loop()
+
+    async def send_range(self, response: web.StreamResponse, start: int, stop: int, end: bytes | None) -> None:
+        """Send a range, the end of the body after another look at the file; see `Body.send_range`."""
+        last = stop if end is None else max(start, stop - _LAST_BYTES)
+        await self._send_file(response, self._request.transport, start, last)
+        if end is not None and last < stop:
+            await self._send_last(response, last, stop, end)
 
     async def _send_file(
         self, response: web.StreamResponse, transport: asyncio.Transport | None, start: int, stop: int

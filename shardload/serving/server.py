@@ -27,7 +27,9 @@ from shardload.serving.jobs import Jobs
 from shardload.serving.limits import ConnectionShare, RequestRate
 from shardload.serving.listener import Listener, bound
 from shardload.serving.noise import server_log
+from shardload.serving.remote_roots import RemoteCatalogue
 from shardload.stores.listen_address import ListenAddress
+from shardload.stores.range_cache import RangeCache
 from shardload.stores.tokens import private_content
 
 _LEAST_TOKEN = 16
@@ -121,6 +123,9 @@ def serve(
     state: Path | None = None,
     log: Callable[[dict[str, Any]], None],
     started: Callable[[str], None],
+    addresses: RemoteCatalogue | None = None,
+    cache: RangeCache | None = None,
+    peers: tuple[str, ...] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish what is being sent.
 
@@ -131,6 +136,9 @@ def serve(
         state: Folder for jobs and digests of files; without one, they are gone with this process.
         log: Called with the facts of each request.
         started: Called with the server's address, once it can be asked.
+        addresses: What is served of other stores.
+        cache: Keeps what is fetched from these.
+        peers: Addresses of other servers that serve these, which are asked first.
 
     Raises:
         UsageError: When other machines could connect without a token, or another server uses ``state``.
@@ -145,7 +153,17 @@ def serve(
     rate = None if listening.requests_per_s is None else RequestRate(listening.requests_per_s)
     context = listening.tls()
     jobs = Jobs(catalogue, JobRecords(state), log)
-    service = Service(catalogue, access, log, jobs=jobs, hands_over=listening.hands_over, rate=rate)
+    service = Service(
+        catalogue,
+        access,
+        log,
+        jobs=jobs,
+        hands_over=listening.hands_over,
+        rate=rate,
+        addresses=addresses,
+        cache=cache,
+        peers=peers,
+    )
     _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
     share = ConnectionShare(listening.most_connections, each=listening.client_connections)
     service.metrics.connections.set_function(lambda: share.n_open)

@@ -43,6 +43,13 @@ class Served:
         found = re.search(r"shardload_sent_bytes_total\{[^}]*\} (\S+)", self.get("/metrics", **headers)[2].decode())
         return float(found[1]) if found else 0.0
 
+    def metric(self, name, **headers):
+        """The sum of a counter over its labels, or of one labelled like ``name{label="x"}``."""
+        found = re.findall(
+            rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics", **headers)[2].decode(), re.M
+        )
+        return sum(map(float, found))
+
     def raw(self, data, *, timeout=10):
         """All that comes back for some bytes."""
         host, _, port = self.place.rpartition(":")
