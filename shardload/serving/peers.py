@@ -110,9 +110,12 @@ class Peers:
 
     async def fetched(self, file: PinnedFile, start: int, stop: int) -> FileBlock | None:
         """Return a block of a file from the server that is to fetch it; ``None`` if this is the one, or others fail."""
+        began_s = time.monotonic()
         for peer in await self._before_this(f"{file.tag} {start}"):
             if (found := await self._block(peer, file, start, stop, FETCH)) is not None:
                 return found
+            if time.monotonic() >= began_s + _SILENT_S:
+                break  # several may stall, and a client waits: its source may send it twice then
         return None
 
     async def found(self, file: PinnedFile, start: int, stop: int) -> FileBlock | None:
