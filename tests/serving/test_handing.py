@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from serving import served
+from serving import eventually, served
 
 import shardload
 from shardload.errors import TransferError
@@ -59,7 +59,7 @@ def test_no_weight_goes_through_a_connection(server, folder, host):
     loaded(address, folder)
     assert server.sent() <= 256 << 10  # the page with the header, which tells the version
     assert b"shardload_handed_files_total 0" not in server.get("/metrics")[2]
-    assert any("HAND /models/model.safetensors" in line for line in server.log)
+    eventually(lambda: any("HAND /models/model.safetensors" in line for line in server.log))
 
 
 def test_a_server_may_send_all_the_same(folder):

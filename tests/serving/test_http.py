@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from serving import served
+from serving import eventually, served
 
 FILE = "/models/model.safetensors"
 TOKEN = "a-token-of-this-server"
@@ -176,7 +176,7 @@ def test_only_reading(server):
 def test_requests_have_an_id(server):
     assert server.get("/", X_Request_Id="from-a-proxy-1")[1]["X-Request-Id"] == "from-a-proxy-1"
     assert re.fullmatch(r"[0-9a-f]{16}", server.get("/", X_Request_Id="a\tb")[1]["X-Request-Id"])
-    assert any("from-a-proxy-1" in line and "GET /: 200" in line for line in server.log)
+    eventually(lambda: any("from-a-proxy-1" in line and "GET /: 200" in line for line in server.log))
 
 
 def test_metrics(server, data):

@@ -33,7 +33,7 @@ class Served:
 
     def get(self, path, *, method="GET", **headers):
         """Status, headers and body of one answer; ``_`` in names of headers stands for a hyphen."""
-        with contextlib.closing(http.client.HTTPConnection(self.place, timeout=30)) as asked:
+        with contextlib.closing(http.client.HTTPConnection(self.place, timeout=120)) as asked:
             asked.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
             answer = asked.getresponse()
             return answer.status, answer.headers, answer.read()
