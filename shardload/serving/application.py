@@ -151,10 +151,10 @@ class Service:
         """Whether the server stops soon: it is not ready for more."""
         self._log, self._page_s, self._rate = log, page_s, rate
         self._scanning: asyncio.Task[None] | None = None
+        self._jobs = jobs or Jobs(catalogue, JobRecords(None), log)
         self._job_requests = JobRequests(
-            jobs or Jobs(catalogue, JobRecords(None), log),
-            catalogue,
-            refresh=self._refresh_old,
+            self._jobs,
+            refresh=self._look_for,
             is_ending=lambda: self.is_ending,
             page_s=page_s,
         )
@@ -165,6 +165,8 @@ class Service:
         """Return the application, which `aiohttp.web.AppRunner` runs."""
         found = web.Application(middlewares=[self._watched, self._allowed], client_max_size=1 << 20)
         found.on_response_prepare.append(_with_headers)
+        found.on_startup.append(self._started)
+        found.on_shutdown.append(self._stopping)
         found.on_cleanup.append(self.remote.ended)
         found.router.add_get("/healthz", self._health)
         found.router.add_get("/readyz", self._ready)
@@ -178,6 +180,17 @@ class Service:
         self.sign_in.add_routes(found.router)
         found.router.add_get("/{key:.*}", self._key)
         return found
+
+    async def _started(self, application: web.Application) -> None:
+        self._jobs.start(self.remote, asyncio.get_running_loop())
+
+    async def _stopping(self, application: web.Application) -> None:
+        self._jobs.interrupt()
+
+    async def _look_for(self, checkpoint: str) -> None:
+        await self._refresh_old(checkpoint)
+        if self.catalogue.checkpoint(checkpoint) is None:
+            await self.remote.look_for(checkpoint)
 
     @web.middleware
     async def _watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:

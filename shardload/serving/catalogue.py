@@ -82,8 +82,7 @@ class Catalogue:
 
     def files_of(self, checkpoint: ServedCheckpoint) -> list[str]:
         """Return the addresses of a checkpoint's files, sorted."""
-        inside = f"{checkpoint.name}/"
-        return sorted(key for key in self._found.files.copy() if key == checkpoint.name or key.startswith(inside))
+        return self._found.files_of(checkpoint)
 
     def left_out(self) -> list[str]:
         """Return why files are not served although they are in the folders: one sentence each."""

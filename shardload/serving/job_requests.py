@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from shardload.errors import SourceError
-from shardload.serving.catalogue import Catalogue
 from shardload.serving.job_records import JOB_KINDS, Job, JobKind
 from shardload.serving.jobs import Jobs, OtherJobError, TooManyJobsError
 
@@ -38,21 +37,20 @@ _KEY = re.compile(r"[!-~]{1,255}")
 class JobRequests:
     """Answers requests for jobs.
 
-    ``refresh`` looks for new checkpoints, ``is_ending`` tells whether streams must end, and ``page_s`` is how long a
-    client may take for what it sends or gets.
+    ``refresh`` looks for a checkpoint that is not known, ``is_ending`` tells whether streams must end, and ``page_s``
+    is how long a client may take for what it sends or gets.
     """
 
     def __init__(
         self,
         jobs: Jobs,
-        catalogue: Catalogue,
         *,
-        refresh: Callable[[], Any],
+        refresh: Callable[[str], Awaitable[None]],
         is_ending: Callable[[], bool],
         page_s: float,
     ) -> None:
-        self._jobs, self._catalogue = jobs, catalogue
-        self._refresh, self._is_ending, self._page_s = refresh, is_ending, page_s
+        self._jobs, self._refresh = jobs, refresh
+        self._is_ending, self._page_s = is_ending, page_s
         self._n_streams = 0
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
@@ -69,10 +67,13 @@ class JobRequests:
         key = request.headers.get("Idempotency-Key")
         if key is not None and _KEY.fullmatch(key) is None:
             raise web.HTTPBadRequest(text="Idempotency-Key takes up to 255 letters, digits and signs.\n")
-        if self._catalogue.checkpoint(checkpoint) is None:
-            await self._refresh()
-        if (found := self._catalogue.checkpoint(checkpoint)) is None:
+        if self._jobs.checkpoint(checkpoint) is None:
+            await self._refresh(checkpoint)
+        if (found := self._jobs.checkpoint(checkpoint)) is None:
             raise web.HTTPNotFound(text="There is no such checkpoint.\n")
+        if kind == "verify" and found.source is not None:
+            text = "What is at an address can be prefetched only. `shardload verify` of its address here reads it.\n"
+            raise web.HTTPUnprocessableEntity(text=text)
         try:
             job, is_new = await asyncio.to_thread(
                 self._jobs.submit, kind, checkpoint, total_bytes=found.n_bytes, key=key

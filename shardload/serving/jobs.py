@@ -8,11 +8,13 @@ A server that ends leaves jobs waiting or running: the next one with the same ``
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +22,12 @@ from shardload.errors import SourceError, without_secrets
 from shardload.serving.catalogue import Catalogue
 from shardload.serving.job_records import Job, JobKind, JobRecords
 from shardload.serving.job_work import JobWork
+from shardload.serving.remote_answers import RemoteFiles
+from shardload.serving.scanning import ServedCheckpoint
 
 _MOST_WAITING = 100
+_LOOK_S = 0.25
+"""How often a job that fetches looks whether it is to stop, in seconds."""
 _STORED_S = 1.0
 """How often the progress of a job is stored, in seconds."""
 
@@ -47,18 +53,34 @@ class Jobs:
         self._jobs = {job.id: job for job in records.jobs()}
         self._cancelled: set[str] = set()
         self._is_ending = False
+        self._remote: RemoteFiles | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to work, first on what an earlier process left unfinished."""
+    def start(self, remote: RemoteFiles, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to work, first on what an earlier process left unfinished.
+
+        ``remote`` serves what is at addresses, and ``loop`` is the one that fetches it.
+        """
+        self._remote, self._loop = remote, loop
         self._thread = threading.Thread(target=self._work, name="shardload-jobs", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop the job that runs, so that the next process does it, and close the records."""
+    def checkpoint(self, name: str) -> ServedCheckpoint | None:
+        """Return a checkpoint that jobs can be done with."""
+        if (found := self._catalogue.checkpoint(name)) is None and self._remote is not None:
+            found = self._remote.catalogue.checkpoint(name)
+        return found
+
+    def interrupt(self) -> None:
+        """Begin to stop the job that runs, so that the next process does it."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Stop the job that runs, and close the records."""
+        self.interrupt()
         if self._thread is not None:
             self._thread.join()
         self._records.close()
@@ -161,12 +183,16 @@ class Jobs:
                 self._store(now)
                 stored_s = time.monotonic()
 
-        checkpoint = self._catalogue.checkpoint(job.checkpoint)
+        checkpoint = self.checkpoint(job.checkpoint)
         try:
             if checkpoint is None:
                 raise FileNotFoundError(f"{job.checkpoint} is no longer there")
             advance(0)
-            result = JobWork(self._catalogue, self._records, job, advance).do(checkpoint)
+            if checkpoint.source is not None:
+                self._prefetch(job, checkpoint, advance)
+                result = {}
+            else:
+                result = JobWork(self._catalogue, self._records, job, advance).do(checkpoint)
             self._end(job, "done", result)
         except _JobStoppedError:
             if job.id in self._cancelled:
@@ -177,6 +203,21 @@ class Jobs:
             if checkpoint is not None:  # clients are not told where the server has its files
                 text = text.replace(str(checkpoint.location), checkpoint.name)
             self._end(job, "failed", {"problem": text})
+
+    def _prefetch(self, job: Job, checkpoint: ServedCheckpoint, advance: Callable[[int], None]) -> None:
+        """Wait until the loop has fetched a remote checkpoint; it may be silent for long, or end."""
+        assert self._remote is not None
+        assert self._loop is not None
+        fetching = asyncio.run_coroutine_threadsafe(self._remote.prefetch(checkpoint, advance), self._loop)
+        is_done = False
+        while not is_done:
+            is_done = bool(wait({fetching}, timeout=_LOOK_S).done)
+            with self._changed:
+                is_stopped = self._is_ending or job.id in self._cancelled
+            if is_stopped:  # at the end of the server, fetches fail in many ways
+                fetching.cancel()
+                raise _JobStoppedError
+        fetching.result()
 
     def _end(self, job: Job, state: Any, result: dict[str, Any] | None) -> None:
         with self._changed:

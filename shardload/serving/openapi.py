@@ -202,7 +202,7 @@ def _job_paths() -> dict[str, Any]:
         "408": _answer("The body did not arrive in time", _TEXT),
         "413": _answer("The body is too long", _TEXT),
         "415": _answer("The body is not JSON", _TEXT),
-        "422": _answer("The Idempotency-Key belongs to another job", _TEXT),
+        "422": _answer("The Idempotency-Key belongs to another job, or it cannot be verified here", _TEXT),
         "429": _answer("Too many jobs wait", _TEXT),
         "503": _answer("The job cannot be stored", _TEXT),
     }

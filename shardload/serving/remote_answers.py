@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shardload.errors import ShardloadError
+from shardload.errors import ShardloadError, SourceNotFoundError, UsageError
 from shardload.serving.blocks import FILE_BLOCK_BYTES, FileBlocks
 from shardload.serving.metrics import Metrics
 from shardload.serving.peers import DIGEST_HEADER, FETCH, PEER_HEADER, FileBlock, Peers, digest_of
@@ -31,6 +31,7 @@ from shardload.stores.answers import ChangedError
 from shardload.stores.cache_space import stored_objects
 from shardload.stores.range_cache import RangeCache
 from shardload.stores.range_files import segment_of
+from shardload.units import exact_bytes
 
 _SLICE_BYTES = 256 << 10
 """Bytes of a block that are copied for a client at a time. A slow one keeps these from being freed, not the block."""
@@ -83,6 +84,38 @@ class RemoteFiles:
         except UnsatisfiableError:
             return web.Response(status=416)
         return web.Response(status=200 if await self.blocks.has(file, ranges[0][0] // FILE_BLOCK_BYTES) else 404)
+
+    async def prefetch(self, found: ServedCheckpoint, advance: Callable[[int], None]) -> None:
+        """Fetch all of a checkpoint into the cache; ``advance`` is called with numbers of bytes.
+
+        Raises:
+            UsageError: When there is no cache, or it is too small.
+            ShardloadError: When a file cannot be fetched.
+        """
+        if (cache := self.blocks.cache) is None:
+            raise UsageError(f"Cannot prefetch {found.name} without a cache: start the server with --cache DIR")
+        if found.n_bytes > cache.limit_bytes:
+            raise UsageError(
+                f"Cannot prefetch {found.name}: it has {exact_bytes(found.n_bytes)}, and the cache keeps "
+                f"{exact_bytes(cache.limit_bytes)}. Start the server with a larger --cache-size"
+            )
+        for key in self.catalogue.files_of(found):
+            listed = self.catalogue.file(key)
+            if listed is None or (file := await self._pins.get(listed, path=key)) is None:
+                raise SourceNotFoundError(f"Cannot prefetch {key}: it is no longer at its address")
+            try:
+                await self._prefetch_file(file, advance)
+            except ShardloadError as error:
+                self._note_failure(file, error)
+                raise
+
+    async def _prefetch_file(self, file: PinnedFile, advance: Callable[[int], None]) -> None:
+        n_blocks = -(-file.n_bytes // FILE_BLOCK_BYTES)
+        with self.blocks.reading():
+            for number in range(n_blocks):
+                for following in range(number + 1, min(n_blocks, number + 1 + self.blocks.n_ahead)):
+                    self.blocks.begin(file, following)
+                advance(len((await self.blocks.get(file, number)).data))
 
     def facts(self, found: ServedCheckpoint) -> dict[str, Any]:
         """Return where a checkpoint is fetched from, and how much of it is in the cache; waits for the disk."""

@@ -275,6 +275,14 @@ class RemoteCatalogue:
         """Return the checkpoints, sorted by name."""
         return sorted((each for root in self.roots for each in root.found.checkpoints.values()), key=lambda e: e.name)
 
+    def checkpoint(self, name: str) -> ServedCheckpoint | None:
+        """Return a checkpoint by its name; ``None`` if there is none."""
+        return self._found_of(name).checkpoints.get(name)
+
+    def files_of(self, checkpoint: ServedCheckpoint) -> list[str]:
+        """Return the addresses of a checkpoint's files, sorted."""
+        return self._found_of(checkpoint.name).files_of(checkpoint)
+
     def left_out(self) -> list[str]:
         """Return why files are not served although they are at the addresses: one sentence each."""
         return [text for root in self.roots for text in root.found.left_out]

@@ -108,6 +108,11 @@ class Scan(Generic[FileT]):
         found = self.folders.get(folder)
         return None if found is None else dict(sorted(found.items()))
 
+    def files_of(self, checkpoint: ServedCheckpoint) -> list[str]:
+        """Return the addresses of a checkpoint's files, sorted."""
+        inside = f"{checkpoint.name}/"
+        return sorted(key for key in self.files.copy() if key == checkpoint.name or key.startswith(inside))
+
     def is_free(self, path: object, name: str, taken: set[str]) -> bool:
         """Whether a name directly below the server's address is free for ``path``; notes it if not."""
         if name not in taken and name not in RESERVED:

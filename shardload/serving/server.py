@@ -168,7 +168,6 @@ def serve(
     share = ConnectionShare(listening.most_connections, each=listening.client_connections)
     service.metrics.connections.set_function(lambda: share.n_open)
     with bound(listening.host, listening.port, share=share) as listener:
-        jobs.start()
         try:
             asyncio.run(_run(service, listener, listening, context, started))
         finally:

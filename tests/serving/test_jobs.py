@@ -5,10 +5,12 @@ import http.client
 import json
 import shutil
 import sqlite3
+import threading
 
 import numpy as np
 import pytest
 from callback_models import compiled, fit
+from object_server import ObjectServer
 from safetensors.numpy import save_file
 from serving import eventually, served
 
@@ -231,3 +233,62 @@ def test_a_stream_of_events_ends_with_the_server(large):
             assert answer.readline() == b"event: job\n"
             assert server.end() == 0
             answer.read()
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    (tmp_path / "bucket" / "m").mkdir(parents=True)
+    values = np.random.default_rng(0).integers(0, 255, 20 << 20, np.uint8)
+    save_file({"x": values}, tmp_path / "bucket" / "m" / "model.safetensors")
+    with contextlib.closing(ObjectServer(tmp_path / "bucket")) as found:
+        yield found
+
+
+def test_what_is_prefetched_leaves_the_bucket_once(bucket, tmp_path):
+    data = (bucket.folder / "m" / "model.safetensors").read_bytes()
+    options = ("--root", "s3://bucket/m", "--cache", tmp_path / "cache")
+    with served(*options, env=bucket.environment()) as server:
+        bucket.reset()
+        job = ended(server, submit(server, "prefetch", "m")[1])
+        assert (job["state"], job["result"], job["done_bytes"]) == ("done", {}, len(data))
+        assert bucket.sent_of("model") <= len(data) + 1
+        assert server.get("/m/model.safetensors")[2] == data
+        assert bucket.sent_of("model") <= len(data) + 1
+        status, text = submit(server, "verify", "m")
+        assert status == 422 and "shardload verify" in text
+
+
+def test_a_prefetch_that_waits_for_its_bucket_is_cancelled_or_left_to_the_next_server(bucket, tmp_path):
+    options = ("--root", "s3://bucket/m", "--cache", tmp_path / "cache", "--state", tmp_path / "state")
+    release, is_asked = threading.Event(), threading.Event()
+
+    def wait(handler, key):
+        if handler.headers.get("Range", "").endswith(f"-{(16 << 20) - 1}"):
+            is_asked.set()
+            release.wait(120)
+        return False
+
+    with served(*options, env=bucket.environment()) as server:
+        bucket.fault = wait
+        first = submit(server, "prefetch", "m", Idempotency_Key="first")[1]
+        assert is_asked.wait(60)
+        second = submit(server, "prefetch", "m", Idempotency_Key="second")[1]
+        eventually(lambda: asked(server, "GET", f"{JOBS}/{first['id']}")[1]["state"] == "running")
+        asked(server, "DELETE", f"{JOBS}/{first['id']}")
+        assert ended(server, first)["state"] == "cancelled"
+        eventually(lambda: asked(server, "GET", f"{JOBS}/{second['id']}")[1]["state"] == "running")
+        assert server.end() == 0
+    release.set()
+    bucket.fault = None
+    with served(*options, env=bucket.environment()) as server:
+        assert ended(server, second)["state"] == "done"
+
+
+def test_a_prefetch_needs_room_to_keep_what_it_fetches(bucket, tmp_path):
+    for options, problem in (
+        ([], "--cache DIR"),
+        (["--cache", tmp_path / "cache", "--cache-size", "1MiB"], "--cache-size"),
+    ):
+        with served("--root", "s3://bucket/m", *options, env=bucket.environment()) as server:
+            job = ended(server, submit(server, "prefetch", "m")[1])
+        assert job["state"] == "failed" and problem in job["result"]["problem"]
