@@ -32,7 +32,7 @@ from shardload.errors import (
     UsageError,
     suggests_arguments,
 )
-from shardload.following.gate import Gate
+from shardload.following.gate import Gate, StoppedError
 from shardload.keras_bridge.model_state import plain_model
 from shardload.pipeline.load import is_joint
 from shardload.pipeline.request import RestoreRequest
@@ -128,7 +128,7 @@ class Follower:
         )
         self._request.check()
         self._watch = StepWatch(source, which, every_s=float(every_s))
-        self._gate, self._updating = Gate(), threading.Lock()
+        self._gate, self._updating = Gate(self._ended), threading.Lock()
         self._adopted: _Adopted | None = None
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
@@ -178,8 +178,7 @@ class Follower:
         return self._update(0.0)
 
     def __iter__(self) -> Iterator[int]:
-        """Wait for each new step, load it, and yield its number; end when another thread calls `stop`."""
-        self._ended.clear()
+        """Wait for each new step, load it, and yield its number; end once `stop` was called, also before the loop."""
         while not self._ended.is_set():
             if (number := self._update(_WAIT_S)) is not None:
                 yield number
@@ -204,8 +203,12 @@ class Follower:
         return self
 
     def stop(self) -> None:
-        """End the background thread, or the loop of another thread; a step that is being read is given up."""
-        self._ended.set()
+        """End the background thread, and each loop over the steps; a step that is not swapped in yet is given up.
+
+        Any thread may call it, also one that holds the weights. The follower stays stopped, so that a loop that begins
+        later ends at once, until `update` or `start` is called.
+        """
+        self._gate.end()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -237,7 +240,7 @@ class Follower:
                 found = adopt(self._request, partial(self._choose, wait_s), swap=self._swapping)
             except _WRONG_CALL:
                 raise
-            except _StoppedError:
+            except StoppedError:
                 return None
             except Exception as error:  # of whatever kind, such as too little memory: the old weights are right
                 if self._adopted is None and isinstance(error, _WRONG_MODEL):
@@ -254,13 +257,16 @@ class Follower:
     def _choose(self, wait_s: float) -> StepInfo | None:
         """Return the step to load, on the process that decides; ``None`` if there is no new one for so long."""
         until_s = time.monotonic() + wait_s
-        while True:
+        if wait_s:
+            self._watch.rest(self._ended)
+        while not self._ended.is_set():
             known = None if self._adopted is None else self._adopted.info
             found = self._watch.find(known) if self._watch.is_due else None
             left_s = until_s - time.monotonic()
-            if found is not None or left_s <= 0 or self._ended.is_set():
+            if found is not None or left_s <= 0:
                 return found
             self._watch.wait(left_s, self._ended)
+        return None
 
     @contextmanager
     def _swapping(self, info: StepInfo) -> Iterator[None]:
@@ -277,10 +283,6 @@ class Follower:
         self._problem = text
 
 
-class _StoppedError(Exception):
-    """A step was being read when the follower was told to stop."""
-
-
 class _Stoppable:
     """Progress that shows nothing, and gives a load up once an event is set."""
 
@@ -293,7 +295,7 @@ class _Stoppable:
     def advance(self, n_bytes: int) -> None:
         """Raise if the event is set."""
         if self._ended.is_set():
-            raise _StoppedError
+            raise StoppedError
 
     def stop(self) -> None:
         """Do nothing."""

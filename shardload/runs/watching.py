@@ -4,6 +4,7 @@ state     what changes with every step that is published or removed: a list of n
 find      if the state changed: the step that "latest" or "best" means now, unless it is the known one
 settle    that step was taken: nothing is new until the state changes again
 fail      that step could not be taken: it is offered again, at growing intervals
+rest      after finding failed: a pause, doubled with each failure
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from shardload.stores.remote import remote_place
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 """Seconds until a step that could not be taken is offered again, if nothing else is new: doubled with each failure."""
 _LEAST_WAIT_S = 0.01
+_LONGEST_REST_S = 1.0
+"""Most seconds of the pause after a failure to find a step: the source may be back at any moment. With an ``every_s``
+above that, the source is asked less often anyway."""
 _ANNOUNCED_S = 5.0
 """Seconds that a server is asked to wait for a new step: a follower that is stopped ends after it at the latest."""
 
@@ -36,7 +40,7 @@ class StepWatch:
         self._settled: Any = None
         self._failed: Any = None
         self._found: StepInfo | None = None
-        self._pause_s = self._again_s = self._due_s = 0.0
+        self._pause_s = self._again_s = self._due_s = self._rest_s = 0.0
         self.is_failing = False
         """Whether the last step that `find` returned could not be taken."""
 
@@ -48,16 +52,8 @@ class StepWatch:
     def find(self, known: StepInfo | None) -> StepInfo | None:
         """Return the step to take now; ``None`` if that is ``known``, or if it is not yet to be tried again."""
         self._found, self._due_s = None, time.monotonic() + self._every_s
-        self._state = listed_state(self.source)
-        if self._state is not None and self._state == self._settled:
-            return None
-        if self.is_failing and self._state == self._failed and time.monotonic() < self._again_s:
-            return None
-        found = find_step(self.source, self._which)
-        if known is not None and _identity(found) == _identity(known):
-            self.settle()
-            return None
-        self._found = found
+        found = self._look(known)
+        self._rest_s = 0.0
         return found
 
     def settle(self) -> None:
@@ -65,9 +61,10 @@ class StepWatch:
         self._settled, self.is_failing, self._pause_s = self._state, False, 0.0
 
     def fail(self) -> bool:
-        """Note that `find` failed, or the step that it returned could not be taken; false if it is just gone."""
+        """Note that `find` or `wait` failed, or the found step could not be taken; false if it is just gone."""
         found, self._found, self._settled = self._found, None, None
         if found is None:
+            self._rest_s = min(_LONGEST_REST_S, max(_LEAST_WAIT_S, 2 * self._rest_s))
             return True
         if _is_gone(found):
             self._due_s = 0.0
@@ -75,6 +72,11 @@ class StepWatch:
         self._pause_s = min(_MAX_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
         self.is_failing, self._failed, self._again_s = True, self._state, time.monotonic() + self._pause_s
         return True
+
+    def rest(self, ended: threading.Event) -> None:
+        """After a failed `find` or `wait`, pause until ``ended`` at most, so that a loop does not retry at once."""
+        if self._rest_s:
+            ended.wait(self._rest_s)
 
     def wait(self, most_s: float, ended: threading.Event) -> None:
         """Wait until another look is due, at most ``most_s`` seconds, or until ``ended``.
@@ -90,6 +92,19 @@ class StepWatch:
             if changed or time.monotonic() - began_s >= asked_s / 2:  # else it does not let more clients wait
                 return
         ended.wait(min(most_s, max(_LEAST_WAIT_S, self._due_s - time.monotonic())))
+
+    def _look(self, known: StepInfo | None) -> StepInfo | None:
+        self._state = listed_state(self.source)
+        if self._state is not None and self._state == self._settled:
+            return None
+        if self.is_failing and self._state == self._failed and time.monotonic() < self._again_s:
+            return None
+        found = find_step(self.source, self._which)
+        if known is not None and _identity(found) == _identity(known):
+            self.settle()
+            return None
+        self._found = found
+        return found
 
 
 def _identity(info: StepInfo) -> tuple[Any, ...]:

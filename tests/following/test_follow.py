@@ -1,10 +1,15 @@
 """A model that follows the steps in a folder: each is adopted whole, verified, or not at all."""
 
+import contextlib
 import itertools
+import json
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import keras
@@ -20,6 +25,8 @@ import shardload
 from shardload import restoring
 from shardload.errors import MismatchError, UsageError
 from shardload.following.gate import Gate
+from shardload.runs import watching
+from shardload.runs.watching import StepWatch
 
 
 def publish(folder, step, **details):
@@ -250,6 +257,82 @@ def test_a_loop_gets_each_step_until_it_is_stopped(folder, model):
     assert seen == [1, 2, 3]
 
 
+def test_a_stop_before_a_loop_begins_ends_it_until_the_follower_is_used_again(folder, model):
+    publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    begun = iter(follower)
+    follower.stop()
+    assert list(begun) == list(follower) == []
+    assert follower.update() == 1
+    publish(folder, 2)
+    assert next(iter(follower)) == 2
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """An event that is set once a swap waits for those who hold the weights."""
+    event, swapping = threading.Event(), Gate.swapping
+
+    def noted(self):
+        event.set()
+        return swapping(self)
+
+    monkeypatch.setattr(Gate, "swapping", noted)
+    return event
+
+
+def test_a_thread_that_holds_the_weights_may_stop_while_a_swap_waits(folder, model, waiting):
+    good = publish(folder, 1)
+    with shardload.follow(model, folder, every_s=0.01) as follower:
+        waiting.clear()
+        with follower.held() as step:
+            published = publish(folder, 2)
+            assert waiting.wait(60)
+            follower.stop()
+            assert (step, follower.step, weights(model)) == (1, 1, good)
+    assert follower.problem is None
+    assert follower.update() == 2
+    assert weights(model) == published
+
+
+def test_an_error_while_the_weights_are_held_ends_the_background_thread(folder, model, waiting):
+    publish(folder, 1)
+    follower, holding = shardload.follow(model, folder, every_s=0.01), contextlib.ExitStack()
+    with holding, pytest.raises(ZeroDivisionError), follower:
+        waiting.clear()
+        holding.enter_context(follower.held())
+        publish(folder, 2)
+        assert waiting.wait(60)
+        raise ZeroDivisionError
+    assert follower.step == 1
+
+
+def test_a_program_ends_although_a_thread_holds_the_weights(folder):
+    publish(folder, 1)
+    publish(folder.parent / "next", 2)
+    command = [sys.executable, "-m", "holding_child", folder]
+    ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=240)
+    assert [json.loads(line) for line in ended.stdout.splitlines()] == [{"held": 1}, {"waits": True}]
+
+
+def test_a_loop_rests_ever_longer_while_the_source_fails(folder, model, monkeypatch):
+    follower, order = shardload.follow(model, folder, every_s=0), []
+
+    def failing(source):
+        order.append("look")
+        if order.count("look") == 12:
+            follower.stop()
+        raise OSError("unreachable")
+
+    ended = SimpleNamespace(wait=order.append)
+    rest = StepWatch.rest
+    monkeypatch.setattr(watching, "listed_state", failing)
+    monkeypatch.setattr(StepWatch, "rest", lambda watch, _: rest(watch, ended))
+    assert list(follower) == []
+    assert [what for what in order if what != "look"] == [0.01 * 2**n for n in range(7)] + [1.0] * 4
+    assert order[0::2] == ["look"] * 12
+
+
 def test_a_model_that_does_not_fit_is_refused_at_first_and_told_later(folder, model):
     publish(folder, 1)
     wrong = keras.Sequential([keras.Input((16,)), keras.layers.Dense(3, name="up")])
@@ -306,7 +389,7 @@ def test_a_function_of_jax_computes_by_the_step_that_it_was_given(folder, model)
 
 
 def test_the_gate_lets_many_hold_and_one_swap():
-    gate, order = Gate(), []
+    gate, order = Gate(threading.Event()), []
     holding, swapped = threading.Event(), threading.Event()
 
     def hold():
