@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,7 @@ class FileBlocks:
         """By name, and whether peers may be asked to fetch it."""
         # One for each step on the way of a block between servers: what waits for a step must not keep others from it.
         self._room, self._asking, self._looking = (asyncio.Semaphore(MOST_FETCHES) for _ in range(3))
+        self._sending = asyncio.Semaphore(max(1, self._most_held // FILE_BLOCK_BYTES))
         self._keeping: set[asyncio.Task[None]] = set()
         self._writers = ThreadPoolExecutor(2, "blocks-to-cache")
         self._n_notes = 0
@@ -74,6 +75,33 @@ class FileBlocks:
     def n_ahead(self) -> int:
         """How many blocks a response may fetch in advance, so that none of them is dropped before it is used."""
         return min(_MOST_AHEAD, self._most_held // (2 * FILE_BLOCK_BYTES * max(1, self._n_readers)))
+
+    def keeps(self, file: PinnedFile) -> bool:
+        """Whether blocks of a file go into the cache, so that what memory has no room for is not fetched again."""
+        return self.cache is not None and self.cache.is_on and file.stored is not None
+
+    def sending(self, file: PinnedFile) -> AbstractAsyncContextManager[None]:
+        """Wait until a block may be kept for one client until it has taken it; see `keeps`."""
+        return nullcontext() if self.keeps(file) else self._sent_whole()
+
+    @asynccontextmanager
+    async def _sent_whole(self) -> AsyncIterator[None]:
+        async with self._sending:
+            yield
+
+    async def stored(self, file: PinnedFile) -> bool:
+        """Whether the cache has all of a file, once it has written what it was given."""
+        while self._keeping:
+            await asyncio.wait(self._keeping)
+        n_blocks = -(-file.n_bytes // FILE_BLOCK_BYTES)
+        bounds = [_bounds(file, number) for number in range(n_blocks)]
+
+        def is_stored() -> bool:
+            if self.cache is not None:
+                self.cache.settle()
+            return all(self._is_cached(file, start, stop) for start, stop in bounds)
+
+        return await asyncio.to_thread(is_stored)
 
     async def get(self, file: PinnedFile, number: int, *, asks_peers: bool = True) -> FileBlock:
         """Return a block of a file; keep it no longer than it is needed.

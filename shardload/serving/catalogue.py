@@ -234,7 +234,7 @@ class _LocalFolder(ScannedFolder[ServedFile]):
 
     def has_folder(self, name: str) -> bool:
         """Whether a name is that of a folder, or of a link to one."""
-        return (self.path / name).is_dir()
+        return _is_folder(self.path / name)
 
     def note_failure(self, error: ShardloadError | OSError) -> None:
         """Do nothing: what is no checkpoint, or is still being written, is not served."""
@@ -242,12 +242,13 @@ class _LocalFolder(ScannedFolder[ServedFile]):
     def folder_in(self, name: str, found: Scan[ServedFile]) -> _LocalFolder | None:
         """Return a folder inside of the root, also where a link leads to it; see `ScannedFolder.folder_in`."""
         path = self._inside(name, found)
-        if path is None or path in self.above or not path.is_dir():
+        if path is None or path in self.above or not _is_folder(path):
             return None
         found.count_folder(path)
         found.times.note(self.shown / name)
         if not os.access(path, os.R_OK | os.X_OK):
             found.left_out[f"{path} is not served: this user may not read it"] = None
+            return None
         return _LocalFolder(path, self.root, self.above, self.shown / name)
 
     def file_in(self, name: str, found: Scan[ServedFile]) -> ServedFile | None:
@@ -268,11 +269,18 @@ class _LocalFolder(ScannedFolder[ServedFile]):
     def _inside(self, name: str, found: Scan[ServedFile]) -> Path | None:
         """Return the path of something in the folder with all links followed; ``None`` if it is outside of the root."""
         path = self.path / name
-        if not path.is_symlink():
-            return path
-        with suppress(OSError, RuntimeError):  # a link to itself
+        with suppress(OSError, RuntimeError):  # a link to itself, or a folder that shows names only
+            if not path.is_symlink():
+                return path
             real = path.resolve(strict=True)
             if real.is_relative_to(self.root):
                 return real
             found.left_out[f"{path} is not served: it is a link to {real}, outside of {self.root}"] = None
         return None
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is that of a folder; what cannot be looked at is none."""
+    with suppress(OSError):
+        return path.is_dir()
+    return False

@@ -25,7 +25,7 @@ _KEPT = 1000
 _TABLES = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, key TEXT UNIQUE, kind TEXT, checkpoint TEXT, state TEXT,
-    done_bytes INTEGER, total_bytes INTEGER, result TEXT, created_s REAL, ended_s REAL
+    starts INTEGER, done_bytes INTEGER, total_bytes INTEGER, result TEXT, created_s REAL, ended_s REAL
 );
 CREATE TABLE digests (address TEXT PRIMARY KEY, tag TEXT, sha256 TEXT, job TEXT);
 """
@@ -47,6 +47,8 @@ class Job:
     created_s: float
     """When it was asked for, in seconds since 1970."""
     ended_s: float | None
+    starts: int = 0
+    """How often it was begun and not ended: a server that fails while it does a job would do it again and again."""
     key: str | None = None
     """What the client called it, so that asking again does not begin another one."""
 
@@ -113,23 +115,41 @@ class JobRecords:
 
     def put(self, job: Job) -> list[str]:
         """Store a job, in place of what was stored of it; return the ids of old ones that were removed."""
-        facts = (job.state, job.done_bytes, None if job.result is None else json.dumps(job.result), job.ended_s)
+        facts = (
+            job.state,
+            job.starts,
+            job.done_bytes,
+            None if job.result is None else json.dumps(job.result),
+            job.ended_s,
+        )
         with self._lock:
             changed = self._file.execute(
-                "UPDATE jobs SET state = ?, done_bytes = ?, result = ?, ended_s = ? WHERE id = ?", (*facts, job.id)
+                "UPDATE jobs SET state = ?, starts = ?, done_bytes = ?, result = ?, ended_s = ? WHERE id = ?",
+                (*facts, job.id),
             )
             if changed.rowcount:
                 return []
-            self._file.execute(
-                "INSERT INTO jobs (state, done_bytes, result, ended_s, id, key, kind, checkpoint, total_bytes, "
-                "created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*facts, job.id, job.key, job.kind, job.checkpoint, job.total_bytes, job.created_s),
-            )
-            removed = self._file.execute(
-                "DELETE FROM jobs WHERE ended_s IS NOT NULL AND number NOT IN "
-                "(SELECT number FROM jobs WHERE ended_s IS NOT NULL ORDER BY number DESC LIMIT ?) RETURNING id",
-                (_KEPT,),
-            ).fetchall()
+            self._file.execute("BEGIN IMMEDIATE")
+            try:
+                removed = self._insert(job, facts)
+                self._file.execute("COMMIT")
+            except sqlite3.Error:
+                with suppress(sqlite3.Error):  # SQLite has done so already after some errors
+                    self._file.execute("ROLLBACK")
+                raise
+        return removed
+
+    def _insert(self, job: Job, facts: tuple[Any, ...]) -> list[str]:
+        self._file.execute(
+            "INSERT INTO jobs (state, starts, done_bytes, result, ended_s, id, key, kind, checkpoint, total_bytes, "
+            "created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*facts, job.id, job.key, job.kind, job.checkpoint, job.total_bytes, job.created_s),
+        )
+        removed = self._file.execute(
+            "DELETE FROM jobs WHERE ended_s IS NOT NULL AND number NOT IN "
+            "(SELECT number FROM jobs WHERE ended_s IS NOT NULL ORDER BY number DESC LIMIT ?) RETURNING id",
+            (_KEPT,),
+        ).fetchall()
         return [each for (each,) in removed]
 
     def digest(self, address: str, tag: str) -> tuple[str, str] | None:

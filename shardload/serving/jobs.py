@@ -28,6 +28,8 @@ from shardload.serving.scanning import ServedCheckpoint
 _MOST_WAITING = 100
 _LOOK_S = 0.25
 """How often a job that fetches looks whether it is to stop, in seconds."""
+_MOST_STARTS = 3
+"""How often a job is begun if the server does not survive it."""
 _STORED_S = 1.0
 """How often the progress of a job is stored, in seconds."""
 
@@ -53,6 +55,7 @@ class Jobs:
         self._jobs = {job.id: job for job in records.jobs()}
         self._cancelled: set[str] = set()
         self._is_ending = False
+        self._stored_s = 0.0
         self._remote: RemoteFiles | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -163,25 +166,28 @@ class Jobs:
                     self._changed.wait()
                 if job is None or self._is_ending:
                     return
-                job = self._put(replace(job, state="running", done_bytes=0))
-            self._do(job)
+                is_tried = job.starts < _MOST_STARTS
+                job = self._put(replace(job, state="running", done_bytes=0, starts=job.starts + is_tried))
+            if is_tried:
+                self._do(job)
+            else:
+                text = f"the server ended unexpectedly {job.starts} times while it did this; its log may say why"
+                self._end(job, "failed", {"problem": text})
 
     def _next(self) -> Job | None:
         return next((job for job in self._jobs.values() if not job.is_over), None)
 
     def _do(self, job: Job) -> None:
-        stored_s = time.monotonic()
-
-        def advance(n_bytes: int) -> None:
-            nonlocal stored_s
+        def count(n_bytes: int) -> None:
             with self._changed:
                 if self._is_ending or job.id in self._cancelled:
                     raise _JobStoppedError
                 now = self._jobs[job.id]
-                self._jobs[job.id] = now = replace(now, done_bytes=now.done_bytes + n_bytes)
-            if time.monotonic() >= stored_s + _STORED_S:
-                self._store(now)
-                stored_s = time.monotonic()
+                self._jobs[job.id] = replace(now, done_bytes=now.done_bytes + n_bytes)
+
+        def advance(n_bytes: int) -> None:
+            count(n_bytes)
+            self._store_progress(job.id)
 
         checkpoint = self.checkpoint(job.checkpoint)
         try:
@@ -189,7 +195,7 @@ class Jobs:
                 raise FileNotFoundError(f"{job.checkpoint} is no longer there")
             advance(0)
             if checkpoint.source is not None:
-                self._prefetch(job, checkpoint, advance)
+                self._prefetch(job, checkpoint, count)
                 result = {}
             else:
                 result = JobWork(self._catalogue, self._records, job, advance).do(checkpoint)
@@ -198,26 +204,35 @@ class Jobs:
             if job.id in self._cancelled:
                 self._cancelled.discard(job.id)
                 self._end(job, "cancelled", None)
+            else:
+                self._put(replace(self.find(job.id) or job, starts=0))  # the server ends as it should
         except Exception as error:
             text = without_secrets(str(error) or type(error).__name__)
             if checkpoint is not None:  # clients are not told where the server has its files
                 text = text.replace(str(checkpoint.location), checkpoint.name)
             self._end(job, "failed", {"problem": text})
 
-    def _prefetch(self, job: Job, checkpoint: ServedCheckpoint, advance: Callable[[int], None]) -> None:
+    def _prefetch(self, job: Job, checkpoint: ServedCheckpoint, count: Callable[[int], None]) -> None:
         """Wait until the loop has fetched a remote checkpoint; it may be silent for long, or end."""
         assert self._remote is not None
         assert self._loop is not None
-        fetching = asyncio.run_coroutine_threadsafe(self._remote.prefetch(checkpoint, advance), self._loop)
+        fetching = asyncio.run_coroutine_threadsafe(self._remote.prefetch(checkpoint, count), self._loop)
         is_done = False
         while not is_done:
             is_done = bool(wait({fetching}, timeout=_LOOK_S).done)
+            self._store_progress(job.id)
             with self._changed:
                 is_stopped = self._is_ending or job.id in self._cancelled
             if is_stopped:  # at the end of the server, fetches fail in many ways
                 fetching.cancel()
                 raise _JobStoppedError
         fetching.result()
+
+    def _store_progress(self, number: str) -> None:
+        """Store how far a job is, in the thread of jobs, from time to time."""
+        if time.monotonic() >= self._stored_s + _STORED_S and (job := self.find(number)) is not None:
+            self._store(job)
+            self._stored_s = time.monotonic()
 
     def _end(self, job: Job, state: Any, result: dict[str, Any] | None) -> None:
         with self._changed:

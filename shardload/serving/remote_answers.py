@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shardload.errors import ShardloadError, SourceNotFoundError, UsageError
+from shardload.errors import ShardloadError, SourceNotFoundError, UsageError, WriteError
 from shardload.serving.blocks import FILE_BLOCK_BYTES, FileBlocks
 from shardload.serving.metrics import Metrics
 from shardload.serving.peers import DIGEST_HEADER, FETCH, PEER_HEADER, FileBlock, Peers, digest_of
@@ -108,6 +108,8 @@ class RemoteFiles:
             except ShardloadError as error:
                 self._note_failure(file, error)
                 raise
+            if not await self.blocks.stored(file):
+                raise WriteError(f"Cannot prefetch {key}: the cache did not store all of it; the server's log says why")
 
     async def _prefetch_file(self, file: PinnedFile, advance: Callable[[int], None]) -> None:
         n_blocks = -(-file.n_bytes // FILE_BLOCK_BYTES)
@@ -225,18 +227,26 @@ class _BlockBody(Body):
     async def send_range(self, response: web.StreamResponse, start: int, stop: int, end: bytes | None) -> None:
         """Send a range, block by block; see `Body.send_range`."""
         while start < stop:
-            number, skip = divmod(start, FILE_BLOCK_BYTES)
-            count = min(_SLICE_BYTES, stop - start, FILE_BLOCK_BYTES - skip)
-            try:
-                # Each time: while a client is slow, the block may make room for others.
-                part = bytes((await self._block(number)).data[skip : skip + count])
-            except (ShardloadError, web.HTTPNotFound) as error:
-                raise ConnectionAbortedError(f"the source failed: {error}") from error
-            await self._write(response, part)
-            start += count
-            self._sent(count)
+            number = start // FILE_BLOCK_BYTES
+            last = min(stop, (number + 1) * FILE_BLOCK_BYTES)
+            async with self._blocks.sending(self._file):
+                await self._send_block(response, number, start, last)
+            start = last
         if end:
             await self._write(response, end)
+
+    async def _send_block(self, response: web.StreamResponse, number: int, start: int, stop: int) -> None:
+        block: FileBlock | None = None
+        for at in range(start, stop, _SLICE_BYTES):
+            skip, count = at - number * FILE_BLOCK_BYTES, min(_SLICE_BYTES, stop - at)
+            try:
+                # Each time: while a client is slow, the block may make room for others, as the cache has it, too.
+                if block is None or self._blocks.keeps(self._file):
+                    block = await self._block(number)
+            except (ShardloadError, web.HTTPNotFound) as error:
+                raise ConnectionAbortedError(f"the source failed: {error}") from error
+            await self._write(response, bytes(block.data[skip : skip + count]))
+            self._sent(count)
 
     async def _block(self, number: int) -> FileBlock:
         try:

@@ -147,6 +147,11 @@ class RangeCache:
         self._writer = _Writer(self)
 
     @property
+    def is_on(self) -> bool:
+        """Whether ranges are stored: not any more once the folder could not be written to."""
+        return self._writer.is_on
+
+    @property
     def traffic(self) -> CacheTraffic:
         """What the cache has done so far."""
         with self._lock:
@@ -280,6 +285,11 @@ class _Writer:
         self._since_scan = 0
         self._full_for_s = -1.0
         """Loads that began then or earlier have filled the cache: none of what they use may be removed."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it writes: not any more after a failure."""
+        return not self._is_off
 
     def add(
         self, found: CachedObject, start: int, data: memoryview, used_since_s: float, *, wait_s: float = 0.0

@@ -8,6 +8,8 @@ import pytest
 from shardload.errors import TransferError
 from shardload.serving.blocks import FILE_BLOCK_BYTES, MOST_FETCHES, FileBlocks
 from shardload.serving.metrics import Metrics
+from shardload.stores.range_cache import RangeCache
+from shardload.stores.range_files import CachedObject
 
 
 @dataclass(eq=False)
@@ -16,7 +18,7 @@ class FakeFile:
 
     n_blocks: int = 3
     tag: str = "tag"
-    stored: None = None
+    stored: CachedObject | None = None
     error: Exception | None = None
     fetched: list[int] = field(default_factory=list)
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,3 +112,28 @@ def test_many_readers_fetch_less_in_advance():
         with blocks.reading(), blocks.reading():
             assert blocks.n_ahead == 0
     assert blocks.n_ahead == 4
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_no_cache_keeps_is_sent_to_as_many_as_memory_has_room_for(tmp_path, is_kept):
+    async def run():
+        cache = RangeCache(tmp_path, 1 << 30) if is_kept else None
+        blocks = FileBlocks(Metrics(), cache=cache, note_error=lambda *_: None, held_bytes=2 * FILE_BLOCK_BYTES)
+        file = FakeFile(stored=CachedObject("s3://bucket/x", "tag", 5) if is_kept else None)
+        may_end, n_sending = asyncio.Event(), 0
+
+        async def send():
+            nonlocal n_sending
+            async with blocks.sending(file):
+                n_sending += 1
+                await may_end.wait()
+
+        sending = [asyncio.create_task(send()) for _ in range(5)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert blocks.keeps(file) == is_kept and n_sending == (5 if is_kept else 2)
+        may_end.set()
+        await asyncio.gather(*sending)
+        assert n_sending == 5
+
+    asyncio.run(run())

@@ -1,5 +1,6 @@
 """What a server finds in its folders: checkpoints and their files, and nothing else."""
 
+import errno
 import json
 import os
 import resource
@@ -7,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 
 import gguf_pairs
 import keras
@@ -352,3 +354,20 @@ def test_roots_that_are_none(tmp_path):
     with pytest.raises(UsageError, match="--root"):
         Catalogue([])
     assert Catalogue([tmp_path]).checkpoints() == []
+
+
+def test_a_folder_that_shows_names_only_is_left_out(tmp_path, monkeypatch):
+    """Mode 0744, for another user than the owner: its names can be listed, and nothing in it can be looked at."""
+    for name in ("a", "locked", "z"):
+        (tmp_path / name).mkdir()
+        save_file({}, tmp_path / name / "model.safetensors")
+    for method in ("is_symlink", "is_dir", "lstat"):
+        right = getattr(Path, method)
+
+        def refused(path, *arguments, right=right):
+            if path.parent.name == "locked":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return right(path, *arguments)
+
+        monkeypatch.setattr(Path, method, refused)
+    assert [each.name for each in Catalogue([tmp_path]).checkpoints()] == ["a", "z"]

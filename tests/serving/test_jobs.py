@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from serving import eventually, served
 
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.serving.job_records import Job, JobRecords
 
 JOBS = "/api/v1/jobs"
 
@@ -292,3 +293,40 @@ def test_a_prefetch_needs_room_to_keep_what_it_fetches(bucket, tmp_path):
         with served("--root", "s3://bucket/m", *options, env=bucket.environment()) as server:
             job = ended(server, submit(server, "prefetch", "m")[1])
         assert job["state"] == "failed" and problem in job["result"]["problem"]
+
+
+def test_a_job_that_the_server_does_not_survive_is_given_up(large, tmp_path):
+    options = ("--root", large, "--state", tmp_path / "state")
+    with served(*options) as server:
+        job = submit(server, "verify", largest(server))[1]
+        eventually(lambda: asked(server, "GET", f"{JOBS}/{job['id']}")[1]["done_bytes"] > 0)
+        assert server.end() == 0  # this does not count
+    for starts in 1, 2, 3:
+        with served(*options) as server:
+            eventually(lambda: asked(server, "GET", f"{JOBS}/{job['id']}")[1]["done_bytes"] > 0)
+            assert asked(server, "GET", f"{JOBS}/{job['id']}")[1]["starts"] == starts
+    with served(*options) as server:
+        found = ended(server, job)
+    assert found["state"] == "failed" and "3 times" in found["result"]["problem"]
+
+
+def test_a_job_that_is_refused_is_not_done_later(tmp_path):
+    with contextlib.closing(JobRecords(tmp_path)) as records:
+        for number in range(1000):
+            records.put(Job(str(number), "verify", "m", "done", 0, 0, None, 0.0, ended_s=1.0))
+    with contextlib.closing(sqlite3.connect(tmp_path / "serve.sqlite")) as file:
+        file.execute("CREATE TRIGGER full BEFORE DELETE ON jobs BEGIN SELECT RAISE(ABORT, 'the disk is full'); END")
+    with contextlib.closing(JobRecords(tmp_path)) as records:
+        records.put(Job("old", "verify", "m", "waiting", 0, 0, None, 0.0, ended_s=None))
+        with pytest.raises(sqlite3.Error, match="the disk is full"):
+            records.put(Job("new", "verify", "m", "done", 0, 0, None, 0.0, ended_s=1.0, key="key"))
+        assert [job.id for job in records.jobs()][-1] == "old"
+
+
+def test_a_prefetch_that_the_cache_does_not_store_is_not_done(bucket, tmp_path):
+    options = ("--root", "s3://bucket/m", "--cache", tmp_path / "cache")
+    with served(*options, env=bucket.environment()) as server:
+        (tmp_path / "cache" / "shardload-ranges-1" / "new").rmdir()
+        (tmp_path / "cache" / "shardload-ranges-1" / "new").write_text("in the way")
+        job = ended(server, submit(server, "prefetch", "m")[1])
+    assert job["state"] == "failed" and "did not store" in job["result"]["problem"]
