@@ -158,8 +158,16 @@ def refuse_pages_of_others(request: web.Request) -> None:
     """
     site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
     is_foreign = site not in (None, "same-origin", "none")
-    if is_foreign or (origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()):
+    if is_foreign or (origin is not None and _host(origin) != request.host.lower()):
         raise web.HTTPForbidden(text="Pages of other sites may not ask for this.\n")
+
+
+def _host(origin: str) -> str | None:
+    """Return host and port of an origin; ``None`` if it has no such form."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # half of the brackets of an address
+        return None
 
 
 def _asked(body: bytes) -> tuple[JobKind, str]:
