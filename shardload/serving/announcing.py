@@ -14,11 +14,13 @@ import hashlib
 import json
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from shardload.serving.catalogue import Catalogue
+from shardload.serving.scanning import ServedCheckpoint
 from shardload.stores.announced import RUNS_PATH
 
 _LOOK_S = 0.2
@@ -26,6 +28,8 @@ _LOOK_S = 0.2
 _MOST_WAIT_S = 60
 _MOST_WAITING = 256
 """Most requests that wait at the same time; others are answered at once, as if they had not asked to wait."""
+_MOST_TAGS = 256
+"""Most runs whose ETag is kept."""
 _RECORD = "shardload/digests.json"
 _WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 
@@ -36,6 +40,7 @@ class Announcing:
     def __init__(self, catalogue: Catalogue, refresh: Callable[[str], Awaitable[None]]) -> None:
         self._catalogue, self._refresh = catalogue, refresh
         self._looked_s: dict[str, float] = {}
+        self._tags: OrderedDict[str, tuple[ServedCheckpoint, str]] = OrderedDict()
         self._n_waiting = 0
         self._has_ended = False
 
@@ -87,11 +92,20 @@ class Announcing:
                 await self._refresh(name)
 
     def _tag(self, name: str) -> str | None:
-        """Return the ETag of the steps of a run; ``None`` if there is no such run."""
+        """Return the ETag of the steps of a run, made once after each scan; ``None`` if there is no such run."""
         run = self._catalogue.checkpoint(name)
         if run is None or run.kind != "run":
             return None
-        files = ((step, self._catalogue.file(f"{name}/{step}/{_RECORD}")) for step in run.steps)
+        scanned, tag = self._tags.get(name, (None, ""))
+        if scanned is not run:  # each scan makes its own
+            tag = self._made_tag(run)
+            self._tags[name] = run, tag
+            if len(self._tags) > _MOST_TAGS:
+                self._tags.popitem(last=False)
+        return tag
+
+    def _made_tag(self, run: ServedCheckpoint) -> str:
+        files = ((step, self._catalogue.file(f"{run.name}/{step}/{_RECORD}")) for step in run.steps)
         text = json.dumps([(step, "" if file is None else file.tag) for step, file in files])
         return f'"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"'
 

@@ -1,13 +1,19 @@
 """A server tells the steps of a run, and new ones as soon as there are any."""
 
+import asyncio
 import json
 import re
 import shutil
 import threading
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from serving import eventually, served
 from step_folders import save_step
+
+from shardload.serving.announcing import Announcing
+from shardload.serving.catalogue import Catalogue
 
 RUN = "/api/v1/runs/models/run"
 
@@ -87,3 +93,34 @@ def test_no_more_than_some_may_wait(server, folder):
     assert {one.answer[0] for one in waiting if one.answer is not None} == {304}
     save_step(folder, 20, n_bytes=100)
     assert {one.result()[0] for one in waiting} <= {200, 304}
+
+
+class CountingCatalogue(Catalogue):
+    """A catalogue that counts how many files of steps are looked up."""
+
+    looked_up = 0
+
+    def file(self, key):
+        self.looked_up += 1
+        return super().file(key)
+
+
+def test_steps_are_looked_through_once_after_each_scan(folder):
+    save_step(folder, 20, n_bytes=100)
+    catalogue = CountingCatalogue([folder.parents[1]])
+
+    async def refresh(name):
+        pass
+
+    async def tags():
+        application = web.Application()
+        Announcing(catalogue, refresh).add_routes(application.router)
+        async with TestClient(TestServer(application)) as client:
+            tag = (await client.get(RUN)).headers["ETag"]
+            waiting = (client.get(RUN, headers={"If-None-Match": tag, "Prefer": "wait=1"}) for _ in range(8))
+            assert {answer.status for answer in await asyncio.gather(*waiting)} == {304}
+            catalogue.refresh()
+            return tag, (await client.get(RUN)).headers["ETag"]
+
+    first, second = asyncio.run(tags())
+    assert first == second and catalogue.looked_up == 2 * 2
