@@ -8,8 +8,9 @@ it that is not escaped.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
+from typing import TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from shardload.reports.page import escaped, page_script, page_style
 from shardload.serving.scanning import ServedCheckpoint
 from shardload.units import format_bytes, plural
 
+ItemT = TypeVar("ItemT")
 UI = "/ui"
 """Where pages are that are no folders: below a reserved name, since all others belong to files."""
 STYLE_PATH, SCRIPT_PATH, TABLE_PATH, ICON_PATH = (
@@ -99,8 +101,7 @@ def folder_page(name: str, names: dict[str, bool]) -> str:
 def home_page(names: dict[str, bool], checkpoints: Iterable[ServedCheckpoint], *, match: str = "") -> str:
     """Return the page of everything: checkpoints whose name or format has each word of ``match``, and other names."""
     found = list(checkpoints)
-    words = match.lower().split()
-    shown = [each for each in found if all(word in f"{each.name} {each.format}".lower() for word in words)]
+    shown = filtered(found, match, lambda each: f"{each.name} {each.format}")
     own = {each.name for each in found}
     others = {name: is_folder for name, is_folder in names.items() if name not in own}
     lines = [*filter_form(match, "Filter by name or format"), *_counted(shown, found)]
@@ -121,6 +122,16 @@ def _counted(shown: list[ServedCheckpoint], found: list[ServedCheckpoint]) -> It
     of = "" if len(shown) == len(found) else f"{len(shown):,} of "
     total = format_bytes(sum(each.n_bytes for each in shown))
     yield f'<p class="soft" role="status" data-noun="checkpoints">{of}{plural(len(found), "checkpoint")}, {total}</p>'
+
+
+def filtered(found: Iterable[ItemT], match: str, text_of: Callable[[ItemT], str]) -> list[ItemT]:
+    """Return the items whose text has each word of ``match``, in capital letters or not."""
+    words = set(match.lower().split())
+
+    def has_words(text: str) -> bool:
+        return all(word in text for word in words)
+
+    return [each for each in found if has_words(text_of(each).lower())]
 
 
 def filter_form(match: str, label: str, **hidden: str) -> Iterator[str]:

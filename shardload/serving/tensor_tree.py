@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 
 from shardload.reports import TIMES
 from shardload.reports.page import escaped
+from shardload.serving.pages import filtered
 from shardload.units import format_bytes, plural
 
 MOST_ROWS = 4000
@@ -83,12 +84,7 @@ def tree_of(tensors: Iterable[Mapping[str, Any]]) -> Group:
 
 def matching(tensors: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
     """Return the tensors whose name, dtype or shape has each word of a text."""
-    words = text.lower().split()
-    return [each for each in tensors if all(word in _searched(each) for word in words)]
-
-
-def _searched(tensor: Mapping[str, Any]) -> str:
-    return f"{tensor['name']} {tensor['dtype']} {_shape(tensor)}".lower()
+    return filtered(tensors, text, lambda each: f"{each['name']} {each['dtype']} {_shape(each)}")
 
 
 def tree_lines(

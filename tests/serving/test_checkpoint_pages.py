@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from saved_steps import save_step
 from serving import served
 
+from shardload.serving.tensor_tree import matching
 from shardload.stores.web_folders import links
 
 ODD = 'a "b" <i>&x; ü %20'
@@ -102,6 +103,23 @@ def test_the_tree_filters_and_opens_without_a_script(server):
     assert page.found("span", "class").count("shape") == 2 and "Show all tensors" in page.text
     for query in ("group=nothing", "match=nothing", "group=%00&match=%22"):
         assert "0 of 101 tensors" in seen(server, f"/ui/checkpoints/blocks.safetensors?{query}").text
+
+
+class CountingTensor(dict):
+    """A tensor that counts how often its name is read."""
+
+    n_read = 0
+
+    def __getitem__(self, name):
+        self.n_read += name == "name"
+        return super().__getitem__(name)
+
+
+def test_a_filter_reads_each_tensor_once_however_many_words_it_has():
+    tensors = [CountingTensor(name=f"layer.{i}", dtype="float32", shape=(2, i), bytes=8 * i) for i in (4, 5)]
+    assert matching(tensors, "LAYER " + "a " * 100 + "float32 2") == tensors
+    assert [tensor.n_read for tensor in tensors] == [1, 1]
+    assert matching(tensors, "layer 5") == tensors[1:]
 
 
 def test_names_from_files_never_become_markup(server):
