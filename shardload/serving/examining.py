@@ -28,6 +28,7 @@ from urllib.parse import quote
 from shardload.errors import SourceError
 from shardload.serving.limits import ConnectionShare
 from shardload.serving.listener import bound
+from shardload.stores.cache_choice import FOLDER_VARIABLE, SIZE_VARIABLE
 from shardload.stores.tokens import TOKENS_VARIABLE
 
 _MOST_S = 120.0
@@ -151,7 +152,7 @@ class Examiner:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                env={**os.environ, TOKENS_VARIABLE: path, "JAX_PLATFORMS": "cpu", "NO_PROXY": _HOST},
+                env=_environment(path),
                 start_new_session=True,  # an interrupt at a terminal is for the server
             )
             try:
@@ -178,6 +179,16 @@ def _tokens(line: str) -> Iterator[str]:
         file.write(line)
         file.flush()
         yield file.name
+
+
+def _environment(tokens: str) -> dict[str, str]:
+    """Return the variables of a process that reads from this server only: by no proxy, and into no cache."""
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.lower().endswith("_proxy") and name not in (FOLDER_VARIABLE, SIZE_VARIABLE)
+    }
+    return {**kept, TOKENS_VARIABLE: tokens, "JAX_PLATFORMS": "cpu", "NO_PROXY": "*"}
 
 
 def _limit(process: int) -> None:

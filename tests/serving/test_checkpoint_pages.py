@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import socket
 import ssl
 import urllib.request
 from html.parser import HTMLParser
@@ -198,6 +199,20 @@ def test_pages_of_a_server_with_tokens_and_tls(tmp_path, certificate, root):
         context = ssl.create_default_context(cafile=certificate.path)
         with urllib.request.urlopen(asked, context=context) as found:
             assert json.loads(found.read())["format"] == "orbax"
+
+
+def test_the_process_that_reads_headers_uses_no_proxy_and_no_cache(root, tmp_path):
+    """The server's own token must not go anywhere else, whatever the server's environment says."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0)
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        named = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), address)
+        named |= {"no_proxy": "example.com", "SHARDLOAD_CACHE": str(tmp_path / "cache")}
+        with served("--root", root, env=named) as server:
+            assert server.get("/api/v1/checkpoints/blocks.safetensors/tensors")[0] == 200
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_what_pages_refer_to(server):
