@@ -299,8 +299,7 @@ class Service:
         return _json({"checkpoints": [_described(each) | self.remote.facts(each) for each in self._all_checkpoints()]})
 
     def _all_checkpoints(self) -> list[ServedCheckpoint]:
-        own = self.catalogue.names("") or {}
-        remote = (each for each in self.remote.catalogue.checkpoints() if each.name.partition("/")[0] not in own)
+        remote = (each for each in self.remote.catalogue.checkpoints() if not self._is_own(each.name))
         return sorted((*self.catalogue.checkpoints(), *remote), key=lambda each: each.name)
 
     def _names(self, folder: str) -> dict[str, bool] | None:
@@ -312,7 +311,10 @@ class Service:
         return other if folder or own is None else dict(sorted(((other or {}) | own).items()))
 
     def _is_own(self, key: str) -> bool:
-        return key.partition("/")[0] in (self.catalogue.names("") or {})
+        return self.catalogue.has_top(key.partition("/")[0])
+
+    def _is_remote(self, key: str) -> bool:
+        return not self._is_own(key) and self.remote.catalogue.has_top(key.partition("/")[0])
 
     async def _refresh_old(self, key: str = "") -> None:
         if await asyncio.to_thread(self.catalogue.is_old, key):

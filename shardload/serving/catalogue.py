@@ -92,6 +92,10 @@ class Catalogue:
         """Return name → whether it is a folder, sorted, for what is directly in a folder; ``None`` if there is none."""
         return self._found.names(folder)
 
+    def has_top(self, name: str) -> bool:
+        """Whether a name is directly below the server's address."""
+        return name in self._found.folders[""]
+
     def file(self, key: str) -> ServedFile | None:
         """Return a file by its address below the server's; ``None`` if there is none."""
         return self._found.files.get(key)

@@ -185,6 +185,34 @@ def test_who_asks_for_what_is_missing_shares_a_scan_and_one_thread(folder):
     assert catalogue.scans <= 2
 
 
+class CountingCatalogue(Catalogue):
+    """A catalogue that counts how often its names are listed, which sorts them."""
+
+    listed = 0
+
+    def names(self, folder):
+        self.listed += not folder
+        return super().names(folder)
+
+
+def test_a_list_of_many_names_is_made_once(tmp_path):
+    (tmp_path / "folder").mkdir()  # so that all together are no checkpoint
+    for number in range(50):
+        (tmp_path / f"{number}.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    catalogue = CountingCatalogue([tmp_path])
+
+    async def ask(client):
+        async with client.get("/", headers={"Accept": "application/json"}) as answer:
+            entries = (await answer.json())["entries"]
+        listed = catalogue.listed
+        async with client.get("/7.safetensors") as answer:
+            assert answer.status == 200 and catalogue.listed == listed
+        return len(entries)
+
+    assert asked(Service(catalogue, Access(), lambda facts: None), ask) == 50
+    assert catalogue.listed <= 2
+
+
 def test_a_scan_that_fails_leaves_what_was_found(folder):
     catalogue, log = SlowCatalogue([folder]), []
     catalogue.problem = UnsafeSourceError("Cannot serve more than a few files")
