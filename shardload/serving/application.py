@@ -343,7 +343,8 @@ class Service:
         """Answer a request for a file or a folder."""
         key = request.match_info["key"]
         folder = key.removesuffix("/")
-        if self.catalogue.file(key) is None:  # of a file, it is seen when it is opened whether it changed
+        # Of a file, it is seen when it is opened whether it changed; what is at an address is in no folder.
+        if self.catalogue.file(key) is None and not self._is_remote(key):
             await self._refresh_old(key)
         if not self._is_own(folder):
             await self.remote.look_for(folder)

@@ -293,6 +293,10 @@ class RemoteCatalogue:
             return self._found_of(folder).names(folder)
         return dict(sorted((name, kind) for root in self.roots for name, kind in root.found.folders[""].items()))
 
+    def has_top(self, name: str) -> bool:
+        """Whether a name is directly below the server's address."""
+        return any(name in root.found.folders[""] for root in self.roots)
+
     def file(self, key: str) -> ListedObject | None:
         """Return a file by its address below the server's; ``None`` if there is none."""
         return self._found_of(key).files.get(key)

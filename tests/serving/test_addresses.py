@@ -1,5 +1,6 @@
 """Checkpoints at addresses are served like those of folders, and what is fetched leaves the bucket once."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from by_hand import check_same
 from hub_server import COMMIT, HubServer
 from object_server import ObjectServer
@@ -19,6 +21,8 @@ from serving import served
 
 import shardload
 from shardload.errors import SourceNotFoundError, TransferError
+from shardload.serving.application import Access, Service
+from shardload.serving.catalogue import Catalogue
 from shardload.serving.remote_roots import AddressRoot, RemoteCatalogue
 from shardload.stores.remote import location_of
 
@@ -310,6 +314,38 @@ def test_what_comes_later_is_found_when_it_is_asked_for(bucket, monkeypatch):
     with pytest.raises(TransferError, match="403"):
         catalogue.refresh(is_search=True)
     assert catalogue.file("later.safetensors") is not None
+
+
+class CountingCatalogue(Catalogue):
+    """A catalogue of folders that always wants to be scanned, and counts scans."""
+
+    scans = 0
+
+    def is_old(self, key=""):
+        return True
+
+    def refresh(self):
+        self.scans += 1
+
+
+def test_what_is_at_an_address_waits_for_no_scan_of_folders(bucket, big, tmp_path, monkeypatch):
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    catalogue = CountingCatalogue([tmp_path])
+    addresses = RemoteCatalogue([AddressRoot(lambda: location_of("s3://bucket/models"))])
+
+    async def ask():
+        service = Service(catalogue, Access(), lambda facts: None, addresses=addresses)
+        async with TestClient(TestServer(service.application())) as client:
+            for path, status in ((BIG, 200), ("/m/", 200), ("/m/none", 404)):
+                async with client.get(path) as answer:
+                    assert (answer.status, catalogue.scans) == (status, 0)
+                    body = await answer.read()
+                    assert path != BIG or body == big
+            async with client.get("/none") as answer:
+                assert answer.status == 404 and catalogue.scans > 0
+
+    asyncio.run(ask())
 
 
 def test_addresses_that_lead_nowhere(bucket, monkeypatch):
