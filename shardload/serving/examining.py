@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from shardload.errors import SourceError
@@ -31,6 +31,7 @@ from shardload.serving.listener import bound
 from shardload.stores.cache_choice import FOLDER_VARIABLE, SIZE_VARIABLE
 from shardload.stores.tokens import TOKENS_VARIABLE
 
+ResultT = TypeVar("ResultT")
 _MOST_S = 120.0
 _MOST_ANSWER = 32 << 20
 """Most bytes of one answer: 100,000 tensors take as much."""
@@ -38,6 +39,8 @@ _MOST_KEPT = 64 << 20
 _MOST_MEMORY = 4 << 30
 """Most bytes of memory that a process may write to (of Linux); a plan for 512 devices takes 0.5 GB."""
 _MOST_WAITING = 4
+_MOST_READING = 64
+"""Most pages that wait for their answer to be parsed: one is at a time, as that takes memory, and time of all."""
 _MOST_CONNECTIONS = 64
 _NICE = 10
 """How far a process stands back behind the server, which sends checkpoints meanwhile."""
@@ -74,6 +77,8 @@ class Examiner:
         self._turn = asyncio.Semaphore(1)
         self._running: dict[Question, asyncio.Task[bytes]] = {}
         self._answers: OrderedDict[Question, bytes] = OrderedDict()
+        self._reading = asyncio.Semaphore(1)
+        self._n_reading = 0
 
     def start(self, connect: Callable[[], asyncio.Protocol]) -> None:
         """Allow questions; ``connect`` makes what answers a connection, as `asyncio.loop.create_server` takes it."""
@@ -88,8 +93,24 @@ class Examiner:
         if self._server is not None:
             self._server.close()
 
-    async def ask(self, question: Question) -> dict[str, Any]:
-        """Return the answer: an object, as the command prints it, with addresses below the server's as paths.
+    async def read(self, question: Question, made: Callable[[dict[str, Any]], ResultT]) -> ResultT:
+        """Return what ``made`` makes of an answer, in a thread, for one request at a time.
+
+        Raises:
+            UnansweredError: When there is no answer, or too many others wait.
+        """
+        answer = await self.ask(question)
+        if self._n_reading >= _MOST_READING:
+            raise UnansweredError(503, "Too many other pages are asked for. Try again in a moment.")
+        self._n_reading += 1
+        try:
+            async with self._reading:
+                return await asyncio.to_thread(lambda: made(json.loads(answer)))
+        finally:
+            self._n_reading -= 1
+
+    async def ask(self, question: Question) -> bytes:
+        """Return the answer: an object of JSON, as the command prints it, with addresses below the server's as paths.
 
         Raises:
             UnansweredError: When there is none, or too many others wait.
@@ -97,9 +118,9 @@ class Examiner:
         found = self._answers.get(question)
         if found is None:
             found = await asyncio.shield(self._task(question))
-        self._answers.move_to_end(question)
-        answer: dict[str, Any] = await asyncio.to_thread(json.loads, found)
-        return answer
+        if question in self._answers:
+            self._answers.move_to_end(question)
+        return found
 
     def _task(self, question: Question) -> asyncio.Task[bytes]:
         """Return the task that answers a question: the same for all who ask it."""
@@ -129,7 +150,7 @@ class Examiner:
                 raise UnansweredError(504, f"Reading the checkpoint took more than {_MOST_S:.0f} s.") from None
             except OSError as error:  # there is no folder for temporary files, or there are too many processes
                 raise UnansweredError(503, f"The server cannot read checkpoints now: {error.strerror}.") from error
-        return await asyncio.to_thread(_checked, printed.replace(f"{address}/".encode(), b""))
+            return await asyncio.to_thread(_checked, printed.replace(f"{address}/".encode(), b""))
 
     async def _address(self) -> str:
         """Return an address of the server that only this machine has; it listens there when it is first needed."""
@@ -198,11 +219,11 @@ def _limit(process: int) -> None:
 
 
 def _checked(printed: bytes) -> bytes:
-    """Return what a command printed if it is an answer; raise if it is an error, or none."""
+    """Return what a command printed, as one line, if it is an answer; raise if it is an error, or none."""
     try:
         found = json.loads(printed)
     except ValueError:  # it crashed, or came to its limit of memory
         raise UnansweredError(422, "The process that read the checkpoint ended without an answer.") from None
     if "error" in found:
         raise UnansweredError(422, str(found["error"].get("message")))
-    return printed
+    return f"{json.dumps(found)}\n".encode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -45,6 +45,8 @@ _MOST_QUERY = 200
 """Most characters of a text that a page repeats in its fields."""
 _MOST_FILES = 100
 """Most files that the page of a checkpoint lists."""
+_PART_BYTES = 1 << 16
+"""Bytes of an answer that are given to a connection at a time."""
 
 
 class ServerPages:
@@ -76,24 +78,19 @@ class ServerPages:
     async def _page_of_checkpoint(self, request: web.Request) -> web.Response:
         try:
             found, step = await self._found(request)
-            facts = await self._asked(found, step, "inspect")
+            match, group = request.query.get("match", "")[:_MOST_QUERY], request.query.get("group", "")
+            text = await self._examiner.read(
+                await self._question(found, step, "inspect"),
+                lambda facts: _checkpoint_page(found, step, facts, match=match, group=group),
+            )
         except UnansweredError as error:
             return _refusal(request.match_info["name"], error)
-        query = request.query
-        text = await asyncio.to_thread(
-            _checkpoint_page,
-            found,
-            step,
-            facts,
-            match=query.get("match", "")[:_MOST_QUERY],
-            group=query.get("group", ""),
-        )
         return answer(text)
 
     async def _tensors(self, request: web.Request) -> web.Response:
         try:
             found, step = await self._found(request)
-            return _json(await self._asked(found, step, "inspect"))
+            return _sent(await self._examiner.ask(await self._question(found, step, "inspect")))
         except UnansweredError as error:
             return _json({"error": str(error)}, status=error.status)
 
@@ -110,10 +107,10 @@ class ServerPages:
             lines += mesh_form(text[:_MOST_QUERY], kept)
             if text:
                 mesh = _mesh(text)
-                plan = await self._asked(found, step, *command_of(mesh))
                 chosen = query.get("variable", "")
-                lines += await asyncio.to_thread(
-                    lambda: [*plan_lines(plan, mesh, chosen=chosen, hidden={**kept, "mesh": text})]
+                lines += await self._examiner.read(
+                    await self._question(found, step, *command_of(mesh)),
+                    lambda plan: [*plan_lines(plan, mesh, chosen=chosen, hidden={**kept, "mesh": text})],
                 )
         except UnansweredError as error:
             status = error.status
@@ -126,7 +123,7 @@ class ServerPages:
         try:
             found, step = await self._found(request)
             mesh = _mesh(request.query.get("mesh", ""))
-            return _json(await self._asked(found, step, *command_of(mesh)))
+            return _sent(await self._examiner.ask(await self._question(found, step, *command_of(mesh))))
         except UnansweredError as error:
             return _json({"error": str(error)}, status=error.status)
 
@@ -143,11 +140,10 @@ class ServerPages:
             raise UnansweredError(404, "The checkpoint has no such step.")
         return found, int(step)
 
-    async def _asked(self, found: ServedCheckpoint, step: int | None, *command: str) -> dict[str, Any]:
-        question = await asyncio.to_thread(self._question, found, step, command)
-        return await self._examiner.ask(question)
+    async def _question(self, found: ServedCheckpoint, step: int | None, *command: str) -> Question:
+        return await asyncio.to_thread(self._made_question, found, step, command)
 
-    def _question(self, found: ServedCheckpoint, step: int | None, command: tuple[str, ...]) -> Question:
+    def _made_question(self, found: ServedCheckpoint, step: int | None, command: tuple[str, ...]) -> Question:
         names = self._catalogue.names(found.name) or {}
         folders = (f"{found.name}/{name}" for name in names if step is not None and step_number(name) == step)
         source = next(folders, found.name)
@@ -231,6 +227,21 @@ def _summary(found: ServedCheckpoint, step: int | None, facts: dict[str, Any]) -
 
 def _refusal(name: str, error: UnansweredError) -> web.Response:
     return answer(page(name, [f'<p class="refusal">{escaped(str(error))}</p>'], scripts=()), status=error.status)
+
+
+def _sent(found: bytes) -> web.Response:
+    """Return a response that sends bytes in parts: a client that is slow has no copy of all of them."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for start in range(0, len(found), _PART_BYTES):
+            yield found[start : start + _PART_BYTES]
+
+    return web.Response(
+        body=parts(),
+        headers={"Content-Length": str(len(found))},
+        content_type="application/json",
+        charset="utf-8",
+    )
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

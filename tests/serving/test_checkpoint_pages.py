@@ -132,7 +132,11 @@ def test_names_from_files_never_become_markup(server):
 
 
 def test_tensors_as_json_are_what_the_command_says(server, root):
-    found = json.loads(server.get(f"/api/v1/checkpoints/{quote(ODD)}/tensors")[2])
+    path = f"/api/v1/checkpoints/{quote(ODD)}/tensors"
+    _, headers, body = server.get(path)
+    found = json.loads(body)
+    assert headers["Content-Type"] == "application/json; charset=utf-8"
+    assert headers["Content-Length"] == server.get(path, method="HEAD")[1]["Content-Length"] == str(len(body))
     assert [tensor["name"] for tensor in found["tensors"]] == sorted(NAMES)
     assert found["source"] == ODD and list(found["files"]) == [f"{ODD}/model.safetensors"]
     assert "127.0.0.1" not in json.dumps(found) and str(root) not in json.dumps(found)
