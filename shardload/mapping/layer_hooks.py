@@ -206,9 +206,8 @@ class AttributeSnapshot:
     def of(cls, target: Any) -> AttributeSnapshot:
         """Record the attributes of ``target``, before code runs that may change them."""
         attributes = dict(getattr(target, "__dict__", {}))
-        # Not Keras' tracked containers: clearing those also untracks the layers and variables in them.
-        containers = [v for v in attributes.values() if type(v) in (list, dict, set)]
-        return cls(target, attributes, tuple((c, c.copy()) for c in containers))
+        contents = [(value, kind(value)) for value in attributes.values() if (kind := _container_kind(value))]
+        return cls(target, attributes, tuple(contents))
 
     def restore(self) -> None:
         """Set the recorded attributes again, but not by Keras' ``__setattr__``, which would track variables twice."""
@@ -222,8 +221,18 @@ class AttributeSnapshot:
                 current[name] = value
         # Without comparing first: equality of NumPy arrays is not one truth value.
         for container, content in self.contents:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+            # By the plain type's methods: Keras' own would also untrack the layers and variables in its containers.
+            kind: Any = type(content)
+            kind.clear(container)
+            (list.extend if kind is list else kind.update)(container, content)
+
+
+def _container_kind(value: Any) -> Any:
+    """Return list, dict or set if ``value`` is one, as it is or as Keras wraps the attributes of a layer."""
+    if type(value) in (list, dict, set):
+        return type(value)
+    is_keras = type(value).__module__.split(".")[0] == "keras"
+    return next((kind for kind in (list, dict, set) if is_keras and isinstance(value, kind)), None)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,10 +19,20 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.optimizer_slots import begin_slot
-from shardload.keras_bridge.variables import has_value, relocate, sharding_of, stored_dtype
+from shardload.keras_bridge.saving import saved_objects
+from shardload.keras_bridge.variables import (
+    current_value,
+    has_value,
+    pending_of,
+    relocate,
+    restore_value,
+    sharding_of,
+    stored_dtype,
+)
 from shardload.layouts.choice import KEEP_LAYOUT
 from shardload.layouts.model_variables import all_variables
 from shardload.mapping.assign import Assigner
+from shardload.mapping.layer_hooks import AttributeSnapshot
 from shardload.pipeline import reporting
 from shardload.pipeline.compiling import Warming
 from shardload.pipeline.preparing import PreparedLoad
@@ -162,6 +172,27 @@ def _rollback(
             f"Loading {prepared.manifest.source} failed: {error}\n{state} Load it again, or use atomic=True to "
             "keep the old values until the new ones are complete."
         ) from error
+
+
+@contextmanager
+def unchanged_on_failure(before: binding.BindingSnapshot, agreed: Callable[[], None]) -> Iterator[None]:
+    """Restore a model if the with block, or ``agreed`` after it, fails: its values and attributes of its layers.
+
+    ``before`` is the binding to restore. Objects in attributes, other than lists, dicts and sets, are not copied: what
+    a layer's own code changes inside of them stays.
+    """
+    values = [(v, current_value(v), pending_of(v)) for v in state_of(before.model)]
+    snapshots = [AttributeSnapshot.of(saved) for _, saved in saved_objects(before.model)]
+    try:
+        yield
+        agreed()
+    except BaseException:
+        for snapshot in snapshots:
+            snapshot.restore()
+        for variable, value, initializer in values:
+            restore_value(variable, value, initializer)
+        before.restore()
+        raise
 
 
 def topics(prepared: PreparedLoad) -> list[Topic]:

@@ -12,7 +12,7 @@ has the stages map, lay out, plan and check; `filling` has read, assign and init
     2   JAX has started, and the mesh gives each process an equal part
     3   all are about to load the same thing (`shardload.pipeline.filling`)
     4   all have read their part, and old values may be released: all later steps compute together
-    5   all have finished
+    5   all have finished; values that are swapped in for others in use can be undone until shortly before it
 
 A load onto this process's own devices concerns this process only.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +33,7 @@ from shardload import processes
 from shardload.errors import MeshError
 from shardload.hub import building
 from shardload.keras_bridge import abstraction, distributions
+from shardload.keras_bridge.binding import BindingSnapshot
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of, walking_vocabularies_once
@@ -177,7 +179,8 @@ def run_load(
 
     ``opener`` opens the source; ``on_opened`` is called with its manifest before the model is built, ``on_built`` with
     the model before its weights are read. ``lower`` has functions for steps of ``warm_up`` that are not Keras' own.
-    With ``swap``, nothing is assigned before everything is read; it is entered then, and left when the model has all.
+    With ``swap``, nothing is assigned before everything is read; it is entered then, and left when the model has all,
+    on all processes, or is again as it was, if anything failed.
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock, cache = Clock(), reporting.CacheMeter()
@@ -248,7 +251,7 @@ def run_load(
                 on_failure=request.on_failure,
                 meet=call.meet,
                 warming=Warming(request.warming, lower, has_files=folder is not None),
-                at_once=None if swap is None else lambda: staged.enter_context(swap()),
+                at_once=None if swap is None else partial(_begin_swap, staged, swap, BindingSnapshot.of(model), call),
             )
             report = reporting.with_rates(filled, rates, learning_rates_of(model))
         if matching.items in ("all", "weights"):
@@ -261,6 +264,15 @@ def run_load(
     record = record_of(model)
     record.report, record.loading_since = report, clock.began_s
     return Loaded(model, report, source.manifest, shares)
+
+
+def _begin_swap(
+    staged: ExitStack, swap: Callable[[], AbstractContextManager[None]], before: BindingSnapshot, call: Call
+) -> None:
+    staged.enter_context(swap())
+    # Left first: until all processes have everything, each can undo it.
+    agreed = partial(call.meet, "the end of the swap")
+    staged.enter_context(filling.unchanged_on_failure(before, agreed))
 
 
 def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:

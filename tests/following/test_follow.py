@@ -1,6 +1,7 @@
 """A model that follows the steps in a folder: each is adopted whole, verified, or not at all."""
 
 import contextlib
+import copy
 import itertools
 import json
 import logging
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -25,6 +27,8 @@ import shardload
 from shardload import restoring
 from shardload.errors import MismatchError, UsageError
 from shardload.following.gate import Gate
+from shardload.keras_bridge.variables import has_value
+from shardload.pipeline import load
 from shardload.runs import watching
 from shardload.runs.watching import StepWatch
 
@@ -222,6 +226,99 @@ def test_what_fails_in_the_middle_of_a_swap_leaves_the_old_weights(folder, model
     assert weights(model) == good
     assert follower.step == 1
     assert eventually(lambda: follower.update() == 2)
+    assert weights(model) == published
+
+
+@keras.saving.register_keras_serializable("following")
+class Counting(keras.layers.Dense):
+    """Saves a number and a file next to its weights, and refuses some numbers after it took them."""
+
+    count, words = 0, ""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.taken = []
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        store["count"] = self.count
+
+    def load_own_variables(self, store):
+        self.count = int(np.asarray(store["count"]))
+        self.taken.append(self.count)
+        if self.count < 0:
+            raise ValueError("below zero")
+
+    def save_assets(self, folder):
+        Path(folder, "words").write_text(self.words)
+
+    def load_assets(self, folder):
+        self.words = Path(folder, "words").read_text()
+
+
+def counting(count):
+    model = keras.Sequential([keras.Input((4,)), Counting(2)])
+    model.layers[0].count, model.layers[0].words = count, f"words of {count}"
+    model.set_weights([np.full(value.shape, count, "float32") for value in model.get_weights()])
+    return model
+
+
+def state_of(model):
+    layer = model.layers[0]
+    return weights(model), layer.words, layer.count, layer.taken
+
+
+def test_what_a_layers_own_code_refuses_leaves_all_of_the_old_step(folder):
+    shardload.save(counting(1), folder, step=1)
+    model = counting(0)
+    follower = shardload.follow(model, folder, every_s=0)
+    assert follower.update() == 1
+    before = copy.deepcopy(state_of(model))
+    assert before[1:] == ("words of 1", 1, [1])
+    shardload.save(counting(-2), folder, step=2)
+    assert follower.update() is None
+    assert "below zero" in follower.problem and "The weights of step 1 stay" in follower.problem
+    assert (state_of(model), follower.step) == (before, 1)
+    shardload.save(counting(3), folder, step=3)
+    assert (follower.update(), follower.problem) == (3, None)
+    assert state_of(model) == (weights(counting(3)), "words of 3", 3, [1, 3])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_failure_after_all_is_loaded_undoes_all(folder, monkeypatch, is_first):
+    shardload.save(counting(1), folder, step=1)
+    model = counting(0)
+    follower = shardload.follow(model, folder, every_s=0)
+    if not is_first:
+        assert follower.update() == 1
+        shardload.save(counting(2), folder, step=2)
+    before = copy.deepcopy(state_of(model))
+
+    def failing(model, source):
+        assert state_of(model) != before
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(load, "empty_vocabularies", failing)
+        assert follower.update() is None
+    assert "none left" in follower.problem
+    assert (state_of(model), follower.step) == (before, None if is_first else 1)
+    assert eventually(lambda: follower.update() is not None)
+    assert state_of(model) != before
+
+
+def test_a_model_without_values_has_none_after_a_failure(folder, monkeypatch):
+    publish(folder, 1)
+    with shardload.abstract():
+        model = regression("sgd")
+    follower = shardload.follow(model, folder, every_s=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(load, "empty_vocabularies", lambda model, source: next(iter(())))
+        assert follower.update() is None
+    assert "The model has no step yet" in follower.problem
+    assert not any(map(has_value, model.weights))
+    published = publish(folder, 2)
+    assert follower.update() == 2
     assert weights(model) == published
 
 
