@@ -52,6 +52,7 @@ from shardload.runs.step import (
 from shardload.stores.announced import steps_tag
 from shardload.stores.local import expanded, located, without_file_scheme
 from shardload.stores.location import Location
+from shardload.stores.objects import Version
 from shardload.stores.remote import RemoteStore, remote_place
 from shardload.stores.web_folders import FILE_ENDINGS
 from shardload.units import is_integer, plural
@@ -112,7 +113,7 @@ def listed_state(root: str | os.PathLike[str]) -> tuple[Any, ...] | None:
             tag = steps_tag(_store(place).requests, place.key)
             return None if tag is None else (_ANNOUNCED, tag)
         numbers = _remote_numbers(place, is_run=True) or {}
-        return tuple(sorted((step, (listed.sizes or {}).get(DIGESTS_FILE)) for step, listed in numbers.items()))
+        return tuple((step, numbers[step].record) for step in sorted(numbers))
     base = expanded(without_file_scheme(root))
     try:
         names = [entry.name for entry in os.scandir(base) if step_number(entry.name) is not None]
@@ -331,6 +332,8 @@ class _ListedStep:
     """Whether shardload saved the step; ``None`` if the list does not tell."""
     sizes: Mapping[str, int] | None = None
     """The size of each file, if the store lists them."""
+    record: Version | None = None
+    """The version of the step's digests, if the store lists them: another one for each step of the same number."""
 
 
 def _remote_numbers(place: Location, *, is_run: bool = False) -> dict[int, _ListedStep] | None:
@@ -347,20 +350,24 @@ def _remote_numbers(place: Location, *, is_run: bool = False) -> dict[int, _List
             if names is None or _ORBAX_FILE in names
             else {int(n): _ListedStep(None) for n in names if NAME.fullmatch(n)}
         )
-    sizes = store.requests.sizes(place.key)
-    if not sizes and not is_run:
+    versions = store.requests.versions(place.key)
+    if not versions and not is_run:
         raise _no_list(place, None)
-    if _ORBAX_FILE in sizes:
-        if any(name.startswith(f"{OWN_FOLDER}/") for name in sizes):
+    if _ORBAX_FILE in versions:
+        if any(name.startswith(f"{OWN_FOLDER}/") for name in versions):
             raise DamagedError(f"Step {place.name} at {place} is damaged: {DIGESTS_FILE} is missing")
         return None
-    inside: dict[int, dict[str, int]] = {}
-    for name, size in sizes.items():
+    inside: dict[int, dict[str, Version]] = {}
+    for name, version in versions.items():
         folder, _, rest = name.partition("/")
         if NAME.fullmatch(folder):
-            inside.setdefault(int(folder), {})[rest] = size
+            inside.setdefault(int(folder), {})[rest] = version
     # A step of shardload exists once its record does, which is written last; until then, other files show whose it is.
-    found = {step: _ListedStep(True, files) for step, files in inside.items() if DIGESTS_FILE in files}
+    found = {
+        step: _ListedStep(True, {name: version.size for name, version in files.items()}, files[DIGESTS_FILE])
+        for step, files in inside.items()
+        if DIGESTS_FILE in files
+    }
     for step, files in inside.items():
         if _ORBAX_FILE in files and not any(name.startswith(f"{OWN_FOLDER}/") for name in files):
             found[step] = _ListedStep(False)

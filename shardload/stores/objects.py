@@ -49,13 +49,13 @@ class KnownObjects:
     address_of: Callable[[str], str | None]
     """Returns where the server redirects requests for an object to; ``None`` if it sends the object itself."""
 
-    def inside(self, folder: str, *, whole: bool) -> dict[str, int | None]:
-        """Return name → size of all objects below a folder, or of what is directly in it: ``None`` for a folder."""
+    def inside(self, folder: str, *, whole: bool) -> dict[str, Version | None]:
+        """Return name → version of all objects below a folder, or of what is directly in it: ``None`` for a folder."""
         prefix = f"{folder}/" if folder else ""
-        below = {name[len(prefix) :]: size for name, size in self.sizes.items() if name.startswith(prefix)}
+        below = {name[len(prefix) :]: Version(size) for name, size in self.sizes.items() if name.startswith(prefix)}
         if whole:
             return dict(below)
-        return {name.partition("/")[0]: None if "/" in name else size for name, size in below.items()}
+        return {name.partition("/")[0]: None if "/" in name else found for name, found in below.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,19 +149,19 @@ class NameList(Query):
         """With ``trusts_none``, a list without names is not doubted."""
         self._store, self._folder, self._whole, self._trusts_none = store, folder, whole, trusts_none
 
-    async def send(self, client: Any, path: str) -> dict[str, int | None]:
-        """Request the names, and return name → size in bytes; ``None`` is the size of a folder."""
+    async def send(self, client: Any, path: str) -> dict[str, Version | None]:
+        """Request the names, and return name → version of an object; ``None`` for a folder."""
         found, count = await self._names(client, path)
         if count % _NAMES_AT_ONCE == 0 and not (count == 0 and self._trusts_none):
             await self._refuse_page(client, path)
             found, _ = await self._names(client, path)
         return found
 
-    async def _names(self, client: Any, path: str) -> tuple[dict[str, int | None], int]:
+    async def _names(self, client: Any, path: str) -> tuple[dict[str, Version | None], int]:
         import obstore
 
         skip = len(path) + 1 if path else 0
-        found: dict[str, int | None] = {}
+        found: dict[str, Version | None] = {}
         if self._whole:
             objects = await obstore.list(client, path or None).collect_async()
         else:
@@ -169,7 +169,7 @@ class NameList(Query):
             objects = listed["objects"]
             found |= {folder[skip:].strip("/"): None for folder in listed["common_prefixes"]}
         # Some programs make an object for each folder: what contains other objects is a folder.
-        return {meta["path"][skip:]: meta["size"] for meta in objects} | found, len(objects) + len(found)
+        return {meta["path"][skip:]: Version.of(meta) for meta in objects} | found, len(objects) + len(found)
 
     async def _refuse_page(self, client: Any, path: str) -> None:
         import obstore

@@ -213,11 +213,17 @@ class Requests:
         Where nothing is, it takes two more requests to be sure that the store said so; with ``trusts_none``, it may
         have been a web page.
         """
+        found = self.versions(folder, trusts_none=trusts_none)
+        return {name: version.size for name, version in found.items()}
+
+    def versions(self, folder: str = "", *, trusts_none: bool = False) -> dict[str, Version]:
+        """Return name → version of all objects below a folder, as the store lists them; see `sizes`."""
         return dict(sorted(self._list(folder, whole=True, trusts_none=trusts_none).items()))
 
     def entries(self, folder: str = "") -> dict[str, int | None]:
         """Return name → size in bytes of what is directly in a folder; ``None`` is the size of a folder in it."""
-        return self._list(folder, whole=False)
+        found = self._list(folder, whole=False)
+        return {name: None if version is None else version.size for name, version in found.items()}
 
     def _list(self, folder: str, *, whole: bool, trusts_none: bool = False) -> dict[str, Any]:
         if self.known is not None:

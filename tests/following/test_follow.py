@@ -86,6 +86,24 @@ def test_steps_in_a_bucket(folder, model, monkeypatch):
         assert {key for _, key, *_ in server.requests[asked:]} == {None}  # lists of names
 
 
+def test_a_step_in_a_bucket_that_was_saved_again_by_equally_long_files(folder, model, monkeypatch):
+    def published(value):
+        found = regression("adam")
+        found.set_weights([np.full(v.shape, value, "float32") for v in found.weights])
+        save_step(found, folder, 1, saved_unix_s=time.time())
+        digests = folder / "1" / "shardload" / "digests.json"
+        digests.write_bytes(digests.read_bytes().ljust(100_000))
+        assert digests.stat().st_size == 100_000
+        return weights(found)
+
+    with served(folder.parent, monkeypatch) as server:
+        follower = shardload.follow(model, f"{server.s3}/run", every_s=0)
+        for value in (1, 2):
+            expected = published(value)
+            assert (follower.update(), weights(model)) == (1, expected)
+            shutil.rmtree(folder / "1")
+
+
 def test_steps_of_a_server(folder, model):
     published = publish(folder, 1)
     with serve("--root", folder.parent) as server:
