@@ -10,7 +10,7 @@ mesh, whichever saved it, and no device ever stores more than its own shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -152,12 +152,14 @@ def adopt(
     request: RestoreRequest,
     choose: Callable[[], StepInfo | None],
     *,
+    looks: Callable[[], AbstractContextManager[None]],
     swap: Callable[[StepInfo], AbstractContextManager[None]],
 ) -> Restored | None:
     """Restore the step that ``choose`` returns on process 0, if any, on all processes, and assign its values at once.
 
     The model is unchanged until everything is read and verified. All values are assigned inside the context that
-    ``swap`` returns, and are the old ones again if that fails.
+    ``swap`` returns, and are the old ones again if that fails. ``looks`` returns a context in which the model is looked
+    at before anything is read: Keras takes the values out of a model while it predicts.
 
     Raises:
         UnsupportedError: If shardload did not save the step, so that it cannot be verified.
@@ -170,7 +172,7 @@ def adopt(
                 f"Cannot verify step {info.step} of {info.folder}: shardload did not save it, so it has no digests. "
                 "Save steps by shardload.callbacks.OrbaxCheckpoint or shardload.Checkpointer"
             )
-        report = _restore(request, info, call, (), best=False, swap=lambda: swap(info))
+        report = _restore(request, info, call, (), best=False, looks=looks, swap=lambda: swap(info))
     record_of(request.model).restored = None
     return Restored(report, info)
 
@@ -234,6 +236,7 @@ def _restore(
     skipped: Sequence[str],
     *,
     best: bool,
+    looks: Callable[[], AbstractContextManager[None]] = nullcontext,
     swap: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> LoadReport:
     def opener() -> OpenedSource:
@@ -242,7 +245,7 @@ def _restore(
         return OpenedSource(_opened(ready), checker, (*skipped, _title(ready, best=best)))
 
     with with_optimizer(request.model, request.optimizer):
-        return pipeline.run_load(request, call, opener=opener, swap=swap).report
+        return pipeline.run_load(request, call, opener=opener, looks=looks, swap=swap).report
 
 
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 from shardload.errors import MissingExtraError, UsageError
 from shardload.stores.clients import is_bucket
@@ -90,4 +91,4 @@ class StepServer:
             for line in process.stdout:
                 self._lines.append(line.strip())
                 if (found := _ADDRESS.search(line.rstrip())) and self.address is None:
-                    self.address = f"{found[1]}/{name}"
+                    self.address = f"{found[1]}/{quote(name)}"

@@ -168,17 +168,22 @@ class Follower:
         tried again by a later call.
 
         Raises:
-            UsageError: If this thread holds the weights.
+            UsageError: If this thread holds the weights, or a background thread updates them.
             MismatchError: If the first step does not fit the model; the model is unchanged.
             DisagreementError: If several processes do not make the same call.
             ProcessLostError: If another process of the run ended.
         """
-        if self._thread is None:
-            self._ended.clear()
+        self._check_alone()
+        self._ended.clear()
         return self._update(0.0)
 
     def __iter__(self) -> Iterator[int]:
-        """Wait for each new step, load it, and yield its number; end once `stop` was called, also before the loop."""
+        """Wait for each new step, load it, and yield its number; end once `stop` was called, also before the loop.
+
+        Raises:
+            UsageError: If a background thread updates the weights.
+        """
+        self._check_alone()
         while not self._ended.is_set():
             if (number := self._update(_WAIT_S)) is not None:
                 yield number
@@ -224,6 +229,13 @@ class Follower:
         """End the background thread."""
         self.stop()
 
+    def _check_alone(self) -> None:
+        if self._thread is not None:
+            raise UsageError(
+                "Cannot update: a background thread does so, since start(). Read follower.step in a held() block, or "
+                "call stop() first"
+            )
+
     def _run(self) -> None:
         while not self._ended.is_set():
             try:
@@ -237,7 +249,9 @@ class Follower:
             raise UsageError("Cannot update inside of held(): the new weights would wait for the end of its with block")
         with self._updating:
             try:
-                found = adopt(self._request, partial(self._choose, wait_s), swap=self._swapping)
+                found = adopt(
+                    self._request, partial(self._choose, wait_s), looks=self._gate.swapping, swap=self._swapping
+                )
             except _WRONG_CALL:
                 raise
             except StoppedError:

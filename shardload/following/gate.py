@@ -3,14 +3,20 @@
 held      held      held          many at once; one thread may enter several times
      └─ waits ─┴─ swapping ─┴─ held …      a swap waits until nobody holds, and who comes meanwhile waits for it
 
-A swap that waits is given up once its event is set, so that a thread that holds the weights may end the follower.
+Who comes while a swap waits lets it go first for some seconds only: the one who is waited for may itself wait for the
+one who came. A swap that waits is given up once its event is set, so that a thread that holds the weights may end the
+follower.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_PATIENCE_S = 2.0
+"""For how long who wants to hold the weights lets a swap that waits go first."""
 
 
 class StoppedError(Exception):
@@ -23,31 +29,35 @@ class Gate:
     def __init__(self, ended: threading.Event) -> None:
         self._ended = ended
         self._changed = threading.Condition()
-        self._holders = 0
-        self._swaps = False
-        self._mine = threading.local()
+        self._holders: Counter[int] = Counter()
+        """Thread → how often it holds."""
+        self._waits = self._swaps = False
 
     @property
     def is_held_here(self) -> bool:
         """Whether this thread holds the weights, so that a swap in it would wait forever."""
-        return bool(getattr(self._mine, "depth", 0))
+        return threading.get_ident() in self._holders
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the weights for the with block; wait for a swap that is due, unless this thread holds them already."""
-        if not self.is_held_here:
-            with self._changed:
+        """Hold the weights for the with block, which may end in another thread, as that of a generator may.
+
+        Wait for a swap that is due, unless this thread holds them already.
+        """
+        holder = threading.get_ident()
+        with self._changed:
+            if holder not in self._holders:
+                self._changed.wait_for(lambda: not (self._waits or self._swaps), timeout=_PATIENCE_S)
                 self._changed.wait_for(lambda: not self._swaps)
-                self._holders += 1
-        self._mine.depth = getattr(self._mine, "depth", 0) + 1
+            self._holders[holder] += 1
         try:
             yield
         finally:
-            self._mine.depth -= 1
-            if not self._mine.depth:
-                with self._changed:
-                    self._holders -= 1
-                    self._changed.notify_all()
+            with self._changed:
+                self._holders[holder] -= 1
+                if not self._holders[holder]:
+                    del self._holders[holder]
+                self._changed.notify_all()
 
     @contextmanager
     def swapping(self) -> Iterator[None]:
@@ -57,13 +67,17 @@ class Gate:
             StoppedError: If it was given up before the with block.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._swaps)
-            self._swaps = True
-        try:
-            with self._changed:
+            self._changed.wait_for(lambda: not (self._waits or self._swaps))
+            self._waits = True
+            try:
                 self._changed.wait_for(lambda: not self._holders or self._ended.is_set())
                 if self._ended.is_set():
                     raise StoppedError
+                self._swaps = True
+            finally:
+                self._waits = False
+                self._changed.notify_all()
+        try:
             yield
         finally:
             with self._changed:

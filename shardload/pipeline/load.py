@@ -173,14 +173,16 @@ def run_load(
     on_opened: Callable[[Manifest], None] = lambda manifest: None,
     on_built: Callable[[Any, Manifest], None] = lambda model, manifest: None,
     lower: Mapping[str, Lower] = MappingProxyType({}),
+    looks: Callable[[], AbstractContextManager[None]] = nullcontext,
     swap: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Loaded:
     """Run a request of `shardload.load`, `load_weights` or `restore`: open, place, build, prepare, agree, fill, report.
 
     ``opener`` opens the source; ``on_opened`` is called with its manifest before the model is built, ``on_built`` with
     the model before its weights are read. ``lower`` has functions for steps of ``warm_up`` that are not Keras' own.
-    With ``swap``, nothing is assigned before everything is read; it is entered then, and left when the model has all,
-    on all processes, or is again as it was, if anything failed.
+    ``looks`` is entered while the model is looked at, which another thread may use. With ``swap``, nothing is assigned
+    before everything is read; it is entered then, and left when the model has all, on all processes, or is again as it
+    was, if anything failed.
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock, cache = Clock(), reporting.CacheMeter()
@@ -189,7 +191,7 @@ def run_load(
         files = Fingerprint.of(source.manifest.files, folder=source.manifest.location)
     # Place: once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()
-    with clock("imports"):  # the first use of JAX starts its devices
+    with looks(), clock("imports"):  # the first use of JAX starts its devices
         devices, layout = devices_and_layout(request.placement, request.model)
     if not call.is_alone:
         check_shares(devices)
@@ -216,7 +218,7 @@ def run_load(
             slots = slots_as_stored(model, source.manifest, rename=matching.rename, strict=matching.strict)
         with slots:
             # Map, lay out, plan, check: the model is still unchanged.
-            with clock("plan"), collector_paused():
+            with looks(), clock("plan"), collector_paused():
                 unused = () if isinstance(request, RestoreRequest) else _unused_distribution(request.placement)
                 prepared = preparing.prepare_load(
                     source,

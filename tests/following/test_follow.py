@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -408,6 +409,75 @@ def test_a_thread_that_holds_the_weights_may_stop_while_a_swap_waits(folder, mod
     assert follower.problem is None
     assert follower.update() == 2
     assert weights(model) == published
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_model_that_predicts_is_not_looked_at(folder, waiting, devices):
+    """Keras takes the values out of a model while it predicts: it has neither weights nor a mesh then."""
+    good, published = publish(folder, 1), []
+    # Not compiled: an optimizer's variables would tell the devices.
+    plain = keras.Sequential([keras.Input((16,)), *regression("sgd").layers])
+    model = plain if devices == 1 else on_mesh(plain, "1x8")
+    batch = np.ones((8, *model.input_shape[1:]), np.float32)
+
+    def batches():
+        for number in itertools.count():
+            if number == 4:  # Keras has computed some, and fetches others in advance
+                assert not all(map(has_value, model.weights))
+                published.append(publish(folder, 2))
+                assert waiting.wait(60)
+            yield (batch,)
+
+    with shardload.follow(model, folder, every_s=0.01) as follower:
+        meshes = {v.value.sharding for v in model.weights}
+        expected = model.predict(batch, verbose=0)
+        waiting.clear()
+        with follower.held() as step:
+            found = model.predict(batches(), steps=8, verbose=0)
+            assert step == 1 and weights(model) == good
+        assert np.array_equal(found, np.tile(expected, (8, 1)))
+        eventually(lambda: follower.step == 2)
+        with follower.held():
+            assert [weights(model)] == published and {v.value.sharding for v in model.weights} == meshes
+
+
+def test_weights_may_be_released_in_another_thread(folder, model):
+    publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    assert follower.update() == 1
+    holding = follower.held()
+    assert holding.__enter__() == 1
+    releasing = threading.Thread(target=holding.__exit__, args=(None, None, None))
+    releasing.start()
+    releasing.join()
+    publish(folder, 2)
+    assert follower.update() == 2
+
+
+def test_who_is_waited_for_may_wait_for_one_who_holds_later(folder, model, waiting):
+    publish(folder, 1)
+    with shardload.follow(model, folder, every_s=0.01) as follower, ThreadPoolExecutor(1) as pool:
+        waiting.clear()
+        with follower.held():
+            publish(folder, 2)
+            assert waiting.wait(60)
+            assert pool.submit(lambda: held_step(follower)).result(60) == 1
+        eventually(lambda: follower.step == 2)
+
+
+def held_step(follower):
+    with follower.held() as step:
+        return step
+
+
+def test_only_one_thread_updates(folder, model):
+    publish(folder, 1)
+    with shardload.follow(model, folder) as follower:
+        with pytest.raises(UsageError, match="a background thread does so"):
+            follower.update()
+        with pytest.raises(UsageError, match="a background thread does so"):
+            next(iter(follower))
+    assert follower.update() is None
 
 
 def test_an_error_while_the_weights_are_held_ends_the_background_thread(folder, model, waiting):
