@@ -102,6 +102,7 @@ class Follower:
             predictions = model.predict(batch)    # all by the weights of this step
     """
 
+    @suggests_arguments
     def __init__(
         self,
         model: Any,
