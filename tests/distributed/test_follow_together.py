@@ -27,3 +27,12 @@ def test_two_processes_adopt_the_same_steps(tmp_path):
     first, second = (told(output) for output in outputs)
     assert first == second and first[-1]["step"] == 3, outputs
     assert all(line["digest"] == published[line["step"]] for line in first)
+
+
+@pytest.mark.slow
+def test_none_adopts_a_step_that_one_process_fails_to_complete(tmp_path):
+    published = publish(tmp_path / "run", 1)
+    with Run(2, 4, "1x8", "fail", tmp_path / "run", 1, module="follow_child") as run:
+        outputs = [one.communicate(timeout=150)[0] for one in run.started]
+    failed = {"adopted": None, "problem": True, "same": True}
+    assert [told(output) for output in outputs] == [[failed, {"step": 1, "digest": published}]] * 2, outputs

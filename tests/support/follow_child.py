@@ -14,6 +14,7 @@ import process_child
 from jax.experimental import multihost_utils
 
 import shardload
+from shardload.pipeline import load
 
 
 def digest(model):
@@ -40,6 +41,21 @@ def train(model, folder, **options):
     model.fit(x, x, batch_size=8, epochs=1_000_000, verbose=0, callbacks=[saver, Batches()])
 
 
+def fail_once_after_loading(follower, model, fails):
+    """A step is loaded on all processes, and then one fails: tell whether the weights are the old ones."""
+    before, empty_vocabularies = digest(model), load.empty_vocabularies
+
+    def failing(model, source):
+        load.empty_vocabularies = empty_vocabularies
+        if fails:
+            raise MemoryError("none left")
+        return empty_vocabularies(model, source)
+
+    load.empty_vocabularies = failing
+    adopted = follower.update()
+    process_child.tell(adopted=adopted, problem="none left" in (follower.problem or ""), same=digest(model) == before)
+
+
 def main(count, index, port, devices, mesh, do, source, last):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1:
@@ -49,6 +65,8 @@ def main(count, index, port, devices, mesh, do, source, last):  # noqa: PLR0917
     if do == "train":
         train(model, source)
     follower = shardload.follow(model, source, every_s=0)
+    if do == "fail":
+        fail_once_after_loading(follower, model, fails=index == 1)
     for step in follower:
         process_child.tell(step=step, digest=digest(model))
         if step >= last:
