@@ -203,6 +203,8 @@ class Follower:
             )
         if self._thread is None:
             self.update()
+            if self._ended.is_set():  # another thread has stopped it meanwhile
+                return self
             self._thread = threading.Thread(target=self._run, name="shardload-follow", daemon=True)
             self._thread.start()
             atexit.register(self.stop)  # before JAX ends, which the thread uses

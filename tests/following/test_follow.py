@@ -480,6 +480,21 @@ def test_only_one_thread_updates(folder, model):
     assert follower.update() is None
 
 
+def test_a_stop_while_the_first_step_is_read_starts_no_thread(folder, model, monkeypatch):
+    publish(folder, 1)
+    follower, find = shardload.follow(model, folder, every_s=0), StepWatch.find
+
+    def stopped(self, known):
+        follower.stop()
+        return find(self, known)
+
+    monkeypatch.setattr(StepWatch, "find", stopped)
+    follower.start()
+    monkeypatch.undo()
+    assert follower.step is None
+    assert follower.update() == 1  # by this thread: no other one updates
+
+
 def test_an_error_while_the_weights_are_held_ends_the_background_thread(folder, model, waiting):
     publish(folder, 1)
     follower, holding = shardload.follow(model, folder, every_s=0.01), contextlib.ExitStack()
