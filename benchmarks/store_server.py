@@ -187,11 +187,12 @@ class StoreServer:
 def main() -> None:
     """Serve ``argv[1]``; each answer waits ``argv[2]`` seconds, and all together send ``argv[3]`` bytes per second.
 
-    Each file has at least ``argv[4]`` bytes, and each connection sends at most ``argv[5]`` bytes per second.
+    Each file has at least ``argv[4]`` bytes, and each connection sends at most ``argv[5]`` bytes per second. It listens
+    at ``argv[6]``, by default to this machine only.
     """
     folder, latency_s, bytes_per_s, least_bytes, each = sys.argv[1:6]
     served = Served(Path(folder), float(latency_s), Limit(float(bytes_per_s)), int(least_bytes), float(each))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    listener = socket.create_server((sys.argv[6] if len(sys.argv) > 6 else "127.0.0.1", 0), backlog=256)
     print(listener.getsockname()[1], flush=True)
 
     def accept() -> None:
