@@ -9,6 +9,7 @@ A test that is about imports, the environment or the memory of a process starts 
 
 import atexit
 import functools
+import contextlib
 import json
 import os
 import select
@@ -103,7 +104,8 @@ class Copy:
 
     def send_signal(self, number):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, which is not told yet
+                os.kill(self.pid, number)
 
     def terminate(self):
         self.send_signal(signal.SIGTERM)
