@@ -8,8 +8,8 @@ A test that is about imports, the environment or the memory of a process starts 
 """
 
 import atexit
-import functools
 import contextlib
+import functools
 import json
 import os
 import select
