@@ -86,8 +86,8 @@ class JobRecords:
                     f"Cannot use {folder}: another server uses it. Give each server a --state of its own"
                 ) from error
             raise SourceError(
-                f"Cannot keep jobs in {folder}: {error}. --state takes a folder that this user may write to; if "
-                f"{_FILE} in it is damaged, remove that"
+                f"Cannot keep jobs in {folder}: {getattr(error, 'strerror', None) or error}. --state takes a folder "
+                f"that this user may write to; if {_FILE} in it is damaged, remove that"
             ) from error
 
     def _open_tables(self, path: str) -> None:
