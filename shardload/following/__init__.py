@@ -259,7 +259,7 @@ class Follower:
                 raise
             except StoppedError:
                 return None
-            except Exception as error:  # of whatever kind, such as too little memory: the old weights are right
+            except Exception as error:  # any other error, such as too little memory, leaves the old weights in place
                 if self._adopted is None and isinstance(error, _WRONG_MODEL):
                     raise
                 if self._watch.fail():

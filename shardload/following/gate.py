@@ -61,7 +61,7 @@ class Gate:
 
     @contextmanager
     def swapping(self) -> Iterator[None]:
-        """Let nobody hold the weights for the with block; wait for those who do.
+        """Wait for the threads that hold the weights, and let no others hold them during the with block.
 
         Raises:
             StoppedError: If it was given up before the with block.

@@ -25,8 +25,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 """Seconds until a step that could not be taken is offered again, if nothing else is new: doubled with each failure."""
 _LEAST_WAIT_S = 0.01
 _LONGEST_REST_S = 1.0
-"""Most seconds of the pause after a failure to find a step: the source may be back at any moment. With an ``every_s``
-above that, the source is asked less often anyway."""
+"""Longest pause, in seconds, after a failure to find a step. A larger ``every_s`` makes it longer still."""
 _ANNOUNCED_S = 5.0
 """Seconds that a server is asked to wait for a new step: a follower that is stopped ends after it at the latest."""
 

@@ -40,10 +40,10 @@ _MOST_MEMORY = 4 << 30
 """Most bytes of memory that a process may write to (of Linux); a plan for 512 devices takes 0.5 GB."""
 _MOST_WAITING = 4
 _MOST_READING = 64
-"""Most pages that wait for their answer to be parsed: one is at a time, as that takes memory, and time of all."""
+"""Most pages that wait until their answer is parsed, one at a time: parsing takes memory and delays requests."""
 _MOST_CONNECTIONS = 64
 _NICE = 10
-"""How far a process stands back behind the server, which sends checkpoints meanwhile."""
+"""Niceness of such a process, because the server sends checkpoints meanwhile."""
 _HOST = "127.0.0.1"
 
 

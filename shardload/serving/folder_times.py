@@ -1,7 +1,7 @@
 """Whether names were added to folders, or taken from them, since a scan listed them: one call of the system for each.
 
 A path is that by which the scan came to a folder, so that a link which leads elsewhere since counts, too. Only folders
-that a scan has listed are looked at, whatever a client asks for.
+that a scan has listed are looked at, also if a client asks for others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a folder is scanned for checkpoints, wherever it is: by the loaders' own recognition, name by name.
+"""How a folder, on this machine or at an address, is scanned for checkpoints: by the loaders' own recognition.
 
 ScannedFolder.add_whole   the folder is one checkpoint ─┐
 ScannedFolder.add_inside  it has some in it            ─┴─► Scan: files, folders, checkpoints, what was left out
