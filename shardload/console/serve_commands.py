@@ -135,9 +135,9 @@ def serve(
         raise typer.BadParameter("name at least one folder.", param_hint="--root")
     with options.use_cache(cache, cache_size), streams.results() as out:
         try:
-            from shardload.serving.catalogue import Catalogue
-            from shardload.serving.remote_roots import AddressRoot, RemoteCatalogue
-            from shardload.serving.scanning import summary
+            from shardload.serving.roots.catalogue import Catalogue
+            from shardload.serving.roots.remote_roots import AddressRoot, RemoteCatalogue
+            from shardload.serving.roots.scanning import summary
             from shardload.serving.server import Listening, read_tokens, serve
         except ImportError as error:
             raise MissingExtraError.explaining(error, needed_for="shardload serve") from error

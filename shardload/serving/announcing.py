@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from shardload.serving.catalogue import Catalogue
-from shardload.serving.scanning import ServedCheckpoint
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.stores.announced import RUNS_PATH
 
 _LOOK_S = 0.2

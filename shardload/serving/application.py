@@ -30,23 +30,23 @@ from aiohttp import web
 
 from shardload.errors import ShardloadError
 from shardload.serving.announcing import Announcing
-from shardload.serving.catalogue import Catalogue, ServedFile
-from shardload.serving.examining import Examiner
 from shardload.serving.handing import Handing
-from shardload.serving.job_records import JobRecords
-from shardload.serving.job_requests import JobRequests, may_have_body, refuse_pages_of_others
-from shardload.serving.jobs import Jobs
+from shardload.serving.jobs.queue import Jobs
+from shardload.serving.jobs.records import JobRecords
+from shardload.serving.jobs.requests import JobRequests, may_have_body, refuse_pages_of_others
 from shardload.serving.limits import RequestRate, client_of
-from shardload.serving.live_loads import LiveLoads
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
-from shardload.serving.pages import OPEN_PATHS, answer, folder_page, home_page
-from shardload.serving.remote_answers import RemoteFiles
-from shardload.serving.remote_roots import RemoteCatalogue
-from shardload.serving.scanning import RESERVED, ServedCheckpoint
+from shardload.serving.rack.answers import RemoteFiles
+from shardload.serving.roots.catalogue import Catalogue, ServedFile
+from shardload.serving.roots.remote_roots import RemoteCatalogue
+from shardload.serving.roots.scanning import RESERVED, ServedCheckpoint
 from shardload.serving.sending import send_bytes
-from shardload.serving.sign_in import SignIn, is_form
-from shardload.serving.site import ServerPages
+from shardload.serving.site.checkpoint_pages import ServerPages
+from shardload.serving.site.examining import Examiner
+from shardload.serving.site.live_loads import LiveLoads
+from shardload.serving.site.pages import OPEN_PATHS, answer, folder_page, home_page
+from shardload.serving.site.sign_in import SignIn, is_form
 from shardload.stores.handed import SERVER_PATH
 from shardload.stores.range_cache import RangeCache
 

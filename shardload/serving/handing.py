@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from shardload.serving.catalogue import Catalogue
+from shardload.serving.roots.catalogue import Catalogue
 from shardload.stores.handed import LINE_BYTES
 
 _WAIT_S = 5.0

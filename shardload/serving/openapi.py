@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardload import __version__
-from shardload.serving.job_records import JOB_KINDS, JOB_STATES
+from shardload.serving.jobs.records import JOB_KINDS, JOB_STATES
 
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

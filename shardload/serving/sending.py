@@ -22,8 +22,8 @@ from typing import Any
 
 from aiohttp import web
 
-from shardload.serving.catalogue import ServedFile
 from shardload.serving.ranges import UnsatisfiableError, parse_ranges
+from shardload.serving.roots.catalogue import ServedFile
 
 _PIECE_BYTES = 16 << 20
 """Bytes that are sent before the client must have taken them, in `_STALL_S`."""

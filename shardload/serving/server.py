@@ -20,14 +20,14 @@ from aiohttp import web
 
 from shardload.errors import SourceError, UsageError
 from shardload.serving.application import Access, Service
-from shardload.serving.catalogue import Catalogue
 from shardload.serving.connection import Connection
-from shardload.serving.job_records import JobRecords
-from shardload.serving.jobs import Jobs
+from shardload.serving.jobs.queue import Jobs
+from shardload.serving.jobs.records import JobRecords
 from shardload.serving.limits import ConnectionShare, RequestRate
 from shardload.serving.listener import Listener, bound
 from shardload.serving.noise import server_log
-from shardload.serving.remote_roots import RemoteCatalogue
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.remote_roots import RemoteCatalogue
 from shardload.stores.listen_address import ListenAddress
 from shardload.stores.range_cache import RangeCache
 from shardload.stores.tokens import private_content

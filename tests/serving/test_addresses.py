@@ -22,8 +22,8 @@ from serving import served
 import shardload
 from shardload.errors import SourceNotFoundError, TransferError
 from shardload.serving.application import Access, Service
-from shardload.serving.catalogue import Catalogue
-from shardload.serving.remote_roots import AddressRoot, RemoteCatalogue
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.remote_roots import AddressRoot, RemoteCatalogue
 from shardload.stores.remote import location_of
 
 MIB = 1 << 20

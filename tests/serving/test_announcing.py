@@ -13,7 +13,7 @@ from serving import eventually, served
 from step_folders import save_step
 
 from shardload.serving.announcing import Announcing
-from shardload.serving.catalogue import Catalogue
+from shardload.serving.roots.catalogue import Catalogue
 
 RUN = "/api/v1/runs/models/run"
 

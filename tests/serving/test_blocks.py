@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from shardload.errors import TransferError
-from shardload.serving.blocks import FILE_BLOCK_BYTES, MOST_FETCHES, FileBlocks
 from shardload.serving.metrics import Metrics
+from shardload.serving.rack.blocks import FILE_BLOCK_BYTES, MOST_FETCHES, FileBlocks
 from shardload.stores.range_cache import RangeCache
 from shardload.stores.range_files import CachedObject
 

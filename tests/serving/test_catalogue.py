@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from saved_steps import save_step
 
 from shardload.errors import SourceError, SourceNotFoundError, UsageError
-from shardload.serving.catalogue import Catalogue
-from shardload.serving.folder_times import FolderTimes
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.folder_times import FolderTimes
 
 
 def names_in(folder):

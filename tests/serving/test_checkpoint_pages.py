@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from saved_steps import save_step
 from serving import served
 
-from shardload.serving.tensor_tree import matching
+from shardload.serving.site.tensor_tree import matching
 from shardload.stores.web_folders import links
 
 ODD = 'a "b" <i>&x; ü %20'

@@ -11,9 +11,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from safetensors.numpy import save_file
 
 from shardload.serving.application import Access, Service
-from shardload.serving.catalogue import Catalogue
-from shardload.serving.examining import Examiner, Question, UnansweredError
-from shardload.serving.site import ServerPages
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.site.checkpoint_pages import ServerPages
+from shardload.serving.site.examining import Examiner, Question, UnansweredError
 
 QUESTION = Question("model", "1", ("inspect",))
 

@@ -16,7 +16,7 @@ from serving import eventually, served
 
 from shardload.errors import UnsafeSourceError
 from shardload.serving.application import Access, Service
-from shardload.serving.catalogue import Catalogue
+from shardload.serving.roots.catalogue import Catalogue
 
 FILE = "/models/model.safetensors"
 ASK = f"GET {FILE} HTTP/1.1\r\nHost: localhost\r\n"

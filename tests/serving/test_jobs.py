@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from serving import eventually, served
 
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.serving.job_records import Job, JobRecords
+from shardload.serving.jobs.records import Job, JobRecords
 
 JOBS = "/api/v1/jobs"
 

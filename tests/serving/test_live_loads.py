@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 from serving import served
 
-from shardload.serving.live_loads import LiveLoads, loads_page
+from shardload.serving.site.live_loads import LiveLoads, loads_page
 
 FILE = "/models/model.safetensors"
 

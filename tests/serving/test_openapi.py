@@ -8,8 +8,8 @@ from safetensors.numpy import save_file
 from serving import served
 
 from shardload.serving.application import Access, Service
-from shardload.serving.catalogue import Catalogue
 from shardload.serving.openapi import document
+from shardload.serving.roots.catalogue import Catalogue
 
 
 @pytest.fixture

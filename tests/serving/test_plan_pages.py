@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 from serving import served
 
-from shardload.serving.plan_view import asked_mesh, command_of, plan_lines
+from shardload.serving.site.plan_view import asked_mesh, command_of, plan_lines
 from shardload.synth import synth
 
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from serving import served
 
-from shardload.serving.sign_in import SESSION_S, Sessions
+from shardload.serving.site.sign_in import SESSION_S, Sessions
 
 TOKEN = "a-token-of-this-server"
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}

@@ -16,7 +16,7 @@ from shardload.loaders.contents import FolderContent
 from shardload.loaders.orbax.loader import step_names, step_number
 from shardload.loaders.recognition import recognise
 from shardload.loaders.registry import FormatSpec, specs
-from shardload.serving.folder_times import FolderTimes
+from shardload.serving.roots.folder_times import FolderTimes
 from shardload.stores.location import Location, is_litter
 from shardload.units import format_bytes, plural
 

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from shardload.reports.page import escaped
 from shardload.serving.limits import client_of
-from shardload.serving.pages import SIGN_IN_PATH, SIGN_OUT_PATH, answer, page
+from shardload.serving.site.pages import SIGN_IN_PATH, SIGN_OUT_PATH, answer, page
 
 SESSION_S = 12 * 3600.0
 """Seconds after which a browser must sign in again."""

@@ -19,11 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardload.errors import SourceError, without_secrets
-from shardload.serving.catalogue import Catalogue
-from shardload.serving.job_records import Job, JobKind, JobRecords
-from shardload.serving.job_work import JobWork
-from shardload.serving.remote_answers import RemoteFiles
-from shardload.serving.scanning import ServedCheckpoint
+from shardload.serving.jobs.records import Job, JobKind, JobRecords
+from shardload.serving.jobs.work import JobWork
+from shardload.serving.rack.answers import RemoteFiles
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.scanning import ServedCheckpoint
 
 _MOST_WAITING = 100
 _LOOK_S = 0.25

@@ -17,9 +17,9 @@ from typing import Any
 from shardload.errors import LimitError, MissingExtraError, ShardloadError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.runs.listing import is_ours
-from shardload.serving.catalogue import Catalogue, ServedFile
-from shardload.serving.job_records import Job, JobRecords
-from shardload.serving.scanning import ServedCheckpoint
+from shardload.serving.jobs.records import Job, JobRecords
+from shardload.serving.roots.catalogue import Catalogue, ServedFile
+from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.units import plural
 from shardload.verifying import verify
 

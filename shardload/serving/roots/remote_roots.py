@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shardload.errors import ShardloadError, SourceNotFoundError, TransferError, UnsafeSourceError, UsageError
 from shardload.loaders.recognition import recognise
-from shardload.serving.scanning import Scan, ScannedFolder, ServedCheckpoint, is_shown
+from shardload.serving.roots.scanning import Scan, ScannedFolder, ServedCheckpoint, is_shown
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 from shardload.stores.objects import ListedFolder, StoreFacts

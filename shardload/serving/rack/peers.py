@@ -24,7 +24,7 @@ from urllib.parse import quote
 import aiohttp
 
 from shardload.errors import UsageError
-from shardload.serving.pinned_files import PinnedFile
+from shardload.serving.roots.pinned_files import PinnedFile
 from shardload.stores.clients import certificates_file
 from shardload.stores.handed import LINE_BYTES, SERVER_PATH
 from shardload.stores.tokens import origin_of, token_for

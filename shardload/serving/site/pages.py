@@ -16,7 +16,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from shardload.reports.page import escaped, page_script, page_style
-from shardload.serving.scanning import ServedCheckpoint
+from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.units import format_bytes, plural
 
 ItemT = TypeVar("ItemT")

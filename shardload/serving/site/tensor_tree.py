@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 
 from shardload.reports import TIMES
 from shardload.reports.page import escaped
-from shardload.serving.pages import filtered
+from shardload.serving.site.pages import filtered
 from shardload.units import format_bytes, plural
 
 MOST_ROWS = 4000

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardload.errors import ShardloadError
-from shardload.serving.remote_roots import ListedObject
+from shardload.serving.roots.remote_roots import ListedObject
 from shardload.stores.answers import ChangedError, OutOfRangeError
 from shardload.stores.cached_reads import cached_object
 from shardload.stores.event_loop import Fetch

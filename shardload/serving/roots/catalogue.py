@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.errors import ShardloadError, SourceNotFoundError, UsageError
-from shardload.serving.scanning import Scan, ScannedFolder, ServedCheckpoint, is_shown
+from shardload.serving.roots.scanning import Scan, ScannedFolder, ServedCheckpoint, is_shown
 from shardload.stores.handed import SERVED_TAG
 from shardload.stores.local import located
 from shardload.stores.location import Location

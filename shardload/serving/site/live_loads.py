@@ -18,9 +18,9 @@ from typing import Any
 
 from shardload.loaders.orbax.loader import step_number
 from shardload.reports.page import escaped
-from shardload.serving.catalogue import Catalogue
-from shardload.serving.pages import LOADS_PATH, checkpoint_path, page
-from shardload.serving.scanning import ServedCheckpoint
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.scanning import ServedCheckpoint
+from shardload.serving.site.pages import LOADS_PATH, checkpoint_path, page
 from shardload.units import format_bytes, format_rate, plural
 
 _PAUSE_S = 60.0

@@ -19,13 +19,13 @@ from typing import Any
 from aiohttp import web
 
 from shardload.errors import ShardloadError, SourceNotFoundError, UsageError, WriteError
-from shardload.serving.blocks import FILE_BLOCK_BYTES, FileBlocks
 from shardload.serving.metrics import Metrics
-from shardload.serving.peers import DIGEST_HEADER, FETCH, PEER_HEADER, FileBlock, Peers, digest_of
-from shardload.serving.pinned_files import PinnedFile, PinnedFiles
+from shardload.serving.rack.blocks import FILE_BLOCK_BYTES, FileBlocks
+from shardload.serving.rack.peers import DIGEST_HEADER, FETCH, PEER_HEADER, FileBlock, Peers, digest_of
 from shardload.serving.ranges import UnsatisfiableError, parse_ranges
-from shardload.serving.remote_roots import RemoteCatalogue
-from shardload.serving.scanning import ServedCheckpoint
+from shardload.serving.roots.pinned_files import PinnedFile, PinnedFiles
+from shardload.serving.roots.remote_roots import RemoteCatalogue
+from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.serving.sending import Body, send_version
 from shardload.stores.answers import ChangedError
 from shardload.stores.cache_space import stored_objects

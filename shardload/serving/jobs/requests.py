@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from shardload.errors import SourceError
-from shardload.serving.job_records import JOB_KINDS, Job, JobKind
-from shardload.serving.jobs import Jobs, OtherJobError, TooManyJobsError
+from shardload.serving.jobs.queue import Jobs, OtherJobError, TooManyJobsError
+from shardload.serving.jobs.records import JOB_KINDS, Job, JobKind
 
 JOBS_PATH = "/api/v1/jobs"
 _MOST_BODY_BYTES = 16 << 10

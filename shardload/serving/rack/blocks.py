@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from shardload.serving.metrics import Metrics
-from shardload.serving.peers import FileBlock, Peers, digest_of
-from shardload.serving.pinned_files import PinnedFile
+from shardload.serving.rack.peers import FileBlock, Peers, digest_of
+from shardload.serving.roots.pinned_files import PinnedFile
 from shardload.stores.range_cache import RangeCache
 
 FILE_BLOCK_BYTES = 8 << 20

@@ -19,10 +19,11 @@ from aiohttp import web
 from shardload.errors import MeshError, UsageError
 from shardload.loaders.orbax.loader import step_number
 from shardload.reports.page import escaped
-from shardload.serving.catalogue import Catalogue
-from shardload.serving.examining import Examiner, Question, UnansweredError
-from shardload.serving.live_loads import LiveLoads, loads_page
-from shardload.serving.pages import (
+from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.scanning import ServedCheckpoint
+from shardload.serving.site.examining import Examiner, Question, UnansweredError
+from shardload.serving.site.live_loads import LiveLoads, loads_page
+from shardload.serving.site.pages import (
     ICON_PATH,
     LOADS_PATH,
     SCRIPT_PATH,
@@ -35,9 +36,8 @@ from shardload.serving.pages import (
     page,
     static,
 )
-from shardload.serving.plan_view import asked_mesh, command_of, mesh_form, plan_lines
-from shardload.serving.scanning import ServedCheckpoint
-from shardload.serving.tensor_tree import MOST_ROWS, matching, tree_lines, tree_of
+from shardload.serving.site.plan_view import asked_mesh, command_of, mesh_form, plan_lines
+from shardload.serving.site.tensor_tree import MOST_ROWS, matching, tree_lines, tree_of
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, format_count, plural
 
