@@ -1,4 +1,4 @@
-"""What one client may take of a server: a share of its connections, and so many requests a second.
+"""What one client may take of a server: a share of its connections and of its jobs, and so many requests a second.
 
 A client is an address; of IPv6, a network of 64 bits, as one machine has all addresses of such a network.
 """
@@ -28,6 +28,14 @@ def client_of(address: str) -> str:
     return address
 
 
+def share_of(most: int, client: str) -> int:
+    """Return how many of the places that all clients have together one of them may take, if nothing else is said.
+
+    A client may have half of all, but this machine any number: a proxy may run here, for all clients.
+    """
+    return most if _is_here(client) else -(-most // 2)
+
+
 def _is_here(client: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(client).is_loopback
@@ -35,10 +43,7 @@ def _is_here(client: str) -> bool:
 
 
 class ConnectionShare:
-    """Counts open connections, and says whether a client may have one more.
-
-    By default, a client may have half of all, but this machine any number: a proxy may run here, for all clients.
-    """
+    """Counts open connections, and says whether a client may have one more: by default as `share_of` says."""
 
     def __init__(self, most: int, *, each: int | None) -> None:
         """``most`` are allowed to all clients together, ``each`` to one."""
@@ -52,7 +57,7 @@ class ConnectionShare:
 
     def take(self, client: str) -> bool:
         """Count a connection, unless there are too many."""
-        own = self._each if self._each is not None else self._most if _is_here(client) else -(-self._most // 2)
+        own = share_of(self._most, client) if self._each is None else self._each
         if self.n_open >= self._most or self._open[client] >= own:
             return False
         self._open[client] += 1

@@ -21,6 +21,7 @@ from typing import Any
 from shardload.errors import SourceError, without_secrets
 from shardload.serving.jobs.records import Job, JobKind, JobRecords
 from shardload.serving.jobs.work import JobWork
+from shardload.serving.limits import share_of
 from shardload.serving.rack.answers import RemoteFiles
 from shardload.serving.roots.catalogue import Catalogue
 from shardload.serving.roots.scanning import ServedCheckpoint
@@ -35,7 +36,7 @@ _STORED_S = 1.0
 
 
 class TooManyJobsError(Exception):
-    """So many jobs wait that no more are taken."""
+    """So many jobs wait that no more are taken, of this client or of all."""
 
 
 class OtherJobError(Exception):
@@ -53,6 +54,8 @@ class Jobs:
         self._catalogue, self._records, self._log = catalogue, records, log
         self._changed = threading.Condition()
         self._jobs = {job.id: job for job in records.jobs()}
+        self._clients: dict[str, str] = {}
+        """Job that is not over → the client that asked this process for it."""
         self._cancelled: set[str] = set()
         self._is_ending = False
         self._stored_s = 0.0
@@ -70,9 +73,9 @@ class Jobs:
         self._thread.start()
 
     def checkpoint(self, name: str) -> ServedCheckpoint | None:
-        """Return a checkpoint that jobs can be done with."""
-        if (found := self._catalogue.checkpoint(name)) is None and self._remote is not None:
-            found = self._remote.catalogue.checkpoint(name)
+        """Return a checkpoint, or a step of a run, that jobs can be done with."""
+        if (found := self._catalogue.checkpoint_or_step(name)) is None and self._remote is not None:
+            found = self._remote.catalogue.checkpoint_or_step(name)
         return found
 
     def interrupt(self) -> None:
@@ -98,8 +101,10 @@ class Jobs:
         with self._changed:
             return self._jobs.get(number)
 
-    def submit(self, kind: JobKind, checkpoint: str, *, total_bytes: int, key: str | None = None) -> tuple[Job, bool]:
-        """Take a job, and return it and whether it is new.
+    def submit(
+        self, kind: JobKind, checkpoint: str, *, total_bytes: int, client: str, key: str | None = None
+    ) -> tuple[Job, bool]:
+        """Take a job that a client asks for, and return it and whether it is new.
 
         A job with the same key, or an unfinished one for the same, is returned instead of a new one.
 
@@ -118,8 +123,11 @@ class Jobs:
             same = [job for job in unfinished if (job.kind, job.checkpoint) == (kind, checkpoint)]
             if same and key is None:
                 return same[0], False
+            self._clients = {job.id: self._clients[job.id] for job in unfinished if job.id in self._clients}
             if len(unfinished) >= _MOST_WAITING:
-                raise TooManyJobsError
+                raise TooManyJobsError("Too many jobs wait; try again later.")
+            if list(self._clients.values()).count(client) >= share_of(_MOST_WAITING, client):
+                raise TooManyJobsError("Too many jobs of this client wait; cancel some, or try again later.")
             job = Job(
                 secrets.token_hex(8), kind, checkpoint, "waiting", 0, total_bytes, None, time.time(), None, key=key
             )
@@ -129,7 +137,7 @@ class Jobs:
                 raise SourceError(f"Cannot store the job: {error}. Free space where --state is") from error
             for each in removed:
                 self._jobs.pop(each, None)
-            self._jobs[job.id] = job
+            self._jobs[job.id], self._clients[job.id] = job, client
             self._changed.notify_all()
         return job, True
 

@@ -23,6 +23,7 @@ from aiohttp import web
 from shardload.errors import SourceError
 from shardload.serving.jobs.queue import Jobs, OtherJobError, TooManyJobsError
 from shardload.serving.jobs.records import JOB_KINDS, Job, JobKind
+from shardload.serving.limits import ConnectionShare, client_of
 
 JOBS_PATH = "/api/v1/jobs"
 _MOST_BODY_BYTES = 16 << 10
@@ -51,7 +52,7 @@ class JobRequests:
     ) -> None:
         self._jobs, self._refresh = jobs, refresh
         self._is_ending, self._page_s = is_ending, page_s
-        self._n_streams = 0
+        self._streams = ConnectionShare(_MOST_STREAMS, each=None)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """Add the addresses of jobs."""
@@ -67,6 +68,11 @@ class JobRequests:
         key = request.headers.get("Idempotency-Key")
         if key is not None and _KEY.fullmatch(key) is None:
             raise web.HTTPBadRequest(text="Idempotency-Key takes up to 255 letters, digits and signs.\n")
+        job, is_new = await self.take(kind, checkpoint, client=client_of(request.remote or ""), key=key)
+        return _answer(job.to_json(), status=201 if is_new else 200, headers={"Location": f"{JOBS_PATH}/{job.id}"})
+
+    async def take(self, kind: JobKind, checkpoint: str, *, client: str, key: str | None = None) -> tuple[Job, bool]:
+        """Take a job that a client asks for, and return it and whether it is new; raise the answer if it is refused."""
         if self._jobs.checkpoint(checkpoint) is None:
             await self._refresh(checkpoint)
         if (found := self._jobs.checkpoint(checkpoint)) is None:
@@ -75,18 +81,16 @@ class JobRequests:
             text = "What is at an address can be prefetched only. `shardload verify` of its address here reads it.\n"
             raise web.HTTPUnprocessableEntity(text=text)
         try:
-            job, is_new = await asyncio.to_thread(
-                self._jobs.submit, kind, checkpoint, total_bytes=found.n_bytes, key=key
+            return await asyncio.to_thread(
+                self._jobs.submit, kind, checkpoint, total_bytes=found.n_bytes, client=client, key=key
             )
         except OtherJobError as error:
             text = f"This Idempotency-Key belongs to another job: {error}.\n"
             raise web.HTTPUnprocessableEntity(text=text) from error
         except TooManyJobsError as error:
-            text = "Too many jobs wait; try again later.\n"
-            raise web.HTTPTooManyRequests(text=text, headers={"Retry-After": "60"}) from error
+            raise web.HTTPTooManyRequests(text=f"{error}\n", headers={"Retry-After": "60"}) from error
         except SourceError as error:
             raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
-        return _answer(job.to_json(), status=201 if is_new else 200, headers={"Location": f"{JOBS_PATH}/{job.id}"})
 
     async def _body(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":
@@ -109,8 +113,13 @@ class JobRequests:
         return _answer(self._found(request).to_json())
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        job = await asyncio.to_thread(self._jobs.cancel, self._found(request).id)
-        return _answer((job or self._found(request)).to_json())
+        return _answer((await self.cancel(request.match_info["id"])).to_json())
+
+    async def cancel(self, number: str) -> Job:
+        """Cancel a job, and return it; raise the answer if there is no such job."""
+        if (job := await asyncio.to_thread(self._jobs.cancel, number)) is None:
+            raise web.HTTPNotFound(text="There is no such job.\n")
+        return job
 
     def _found(self, request: web.Request) -> Job:
         if (job := self._jobs.find(request.match_info["id"])) is None:
@@ -119,17 +128,17 @@ class JobRequests:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         job = self._found(request)
-        if self._n_streams >= _MOST_STREAMS:
+        client = client_of(request.remote or "")
+        if not self._streams.take(client):
             raise web.HTTPServiceUnavailable(text="Too many streams are open.\n", headers={"Retry-After": "10"})
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         response = web.StreamResponse(headers=headers)
-        self._n_streams += 1
         try:
             await response.prepare(request)
             await self._follow(response, job)
             await response.write_eof()
         finally:
-            self._n_streams -= 1
+            self._streams.give_back(client)
         return response
 
     async def _follow(self, response: web.StreamResponse, job: Job) -> None:

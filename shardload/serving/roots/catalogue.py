@@ -80,6 +80,10 @@ class Catalogue:
         """Return a checkpoint by its name; ``None`` if there is none."""
         return self._found.checkpoints.get(name)
 
+    def checkpoint_or_step(self, name: str) -> ServedCheckpoint | None:
+        """Return a checkpoint by its name, or a step of a run by the name of its folder; ``None`` if there is none."""
+        return self._found.checkpoint_or_step(name)
+
     def files_of(self, checkpoint: ServedCheckpoint) -> list[str]:
         """Return the addresses of a checkpoint's files, sorted."""
         return self._found.files_of(checkpoint)

@@ -7,7 +7,7 @@ ScannedFolder.add_inside  it has some in it            ─┴─► Scan: files,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -107,6 +107,22 @@ class Scan(Generic[FileT]):
         """Return name → whether it is a folder, sorted, for what is directly in a folder; ``None`` if there is none."""
         found = self.folders.get(folder)
         return None if found is None else dict(sorted(found.items()))
+
+    def checkpoint_or_step(self, name: str) -> ServedCheckpoint | None:
+        """Return a checkpoint by its name, or a step of a run by the name of its folder; ``None`` if there is none."""
+        above, _, own = name.rpartition("/")
+        run, step = self.checkpoints.get(above), step_number(own)
+        if name in self.checkpoints or run is None or step not in run.steps or name not in self.folders:
+            return self.checkpoints.get(name)
+        sizes = [file.n_bytes for file in self._files_below(name)]
+        return ServedCheckpoint(name, run.format, "folder", len(sizes), sum(sizes), run.location / own)
+
+    def _files_below(self, folder: str) -> Iterator[FileT]:
+        for name, is_folder in self.folders[folder].items():
+            if is_folder:
+                yield from self._files_below(f"{folder}/{name}")
+            else:
+                yield self.files[f"{folder}/{name}"]
 
     def files_of(self, checkpoint: ServedCheckpoint) -> list[str]:
         """Return the addresses of a checkpoint's files, sorted."""
