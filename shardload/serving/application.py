@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -44,9 +45,11 @@ from shardload.serving.roots.scanning import RESERVED, ServedCheckpoint
 from shardload.serving.sending import send_bytes
 from shardload.serving.site.checkpoint_pages import ServerPages
 from shardload.serving.site.examining import Examiner
+from shardload.serving.site.forms import is_form
+from shardload.serving.site.job_pages import JobPages
 from shardload.serving.site.live_loads import LiveLoads
-from shardload.serving.site.pages import OPEN_PATHS, answer, folder_page, home_page
-from shardload.serving.site.sign_in import SignIn, is_form
+from shardload.serving.site.pages import OPEN_PATHS, answer, checkpoint_path, folder_page, home_page
+from shardload.serving.site.sign_in import SignIn
 from shardload.stores.handed import SERVER_PATH
 from shardload.stores.range_cache import RangeCache
 
@@ -158,6 +161,7 @@ class Service:
             is_ending=lambda: self.is_ending,
             page_s=page_s,
         )
+        self._job_pages = JobPages(self._jobs, self._job_requests, self._page_of)
         self.examiner = Examiner(access.own_token)
         self.site = ServerPages(catalogue, self.examiner, self.loads, self._refresh_old)
 
@@ -175,6 +179,7 @@ class Service:
         found.router.add_get(SERVER_PATH, self._server)
         found.router.add_get("/api/v1/checkpoints", self._checkpoints)
         self._job_requests.add_routes(found.router)
+        self._job_pages.add_routes(found.router)
         self.announcing.add_routes(found.router)
         self.site.add_routes(found.router)
         self.sign_in.add_routes(found.router)
@@ -189,8 +194,11 @@ class Service:
 
     async def _look_for(self, checkpoint: str) -> None:
         await self._refresh_old(checkpoint)
-        if self.catalogue.checkpoint(checkpoint) is None:
+        if not self._is_own(checkpoint):
             await self.remote.look_for(checkpoint)
+
+    def _page_of(self, checkpoint: str) -> str:
+        return checkpoint_path(checkpoint) if self._is_own(checkpoint) else f"/{quote(checkpoint)}"
 
     @web.middleware
     async def _watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:

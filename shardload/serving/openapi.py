@@ -128,6 +128,10 @@ def document() -> dict[str, Any]:
             ),
             "/api/v1/loads": _only("get", "What clients read now", {"200": _object(_list("loads", _LOAD))}),
             "/ui/loads": _only("get", "The same as a page", {"200": _answer("A page", _PAGE)}),
+            "/ui/jobs": _only("get", "The jobs as a page", {"200": _answer("A page", _PAGE)})
+            | _posted(
+                "Start or cancel a job", ("kind", "checkpoint", "cancel"), _job_refusals(_TEXT | _PAGE), is_open=False
+            ),
             "/ui/sign-in": _only("get", "The form that takes a token", {"200": _answer("A page", _PAGE)}, is_open=True)
             | _posted(
                 "Begin a session of a browser",
@@ -176,7 +180,7 @@ _JOB = {
     "properties": {
         "id": {"type": "string"},
         "kind": {"enum": list(JOB_KINDS)},
-        "checkpoint": {"type": "string", "description": "Its address below the server's"},
+        "checkpoint": {"type": "string", "description": "Its address below the server's, or that of a step"},
         "state": {"enum": list(JOB_STATES)},
         "done_bytes": {"type": "integer", "minimum": 0},
         "total_bytes": {"type": "integer", "minimum": 0},
@@ -195,16 +199,12 @@ _ASKED_JOB = {
 
 
 def _job_paths() -> dict[str, Any]:
-    submitted = {
+    submitted = _job_refusals(_TEXT) | {
         "200": _object(_JOB),
         "201": _object(_JOB),
-        "404": _answer("There is no such checkpoint", _TEXT),
         "408": _answer("The body did not arrive in time", _TEXT),
         "413": _answer("The body is too long", _TEXT),
         "415": _answer("The body is not JSON", _TEXT),
-        "422": _answer("The Idempotency-Key belongs to another job, or it cannot be verified here", _TEXT),
-        "429": _answer("Too many jobs wait", _TEXT),
-        "503": _answer("The job cannot be stored", _TEXT),
     }
     submit = _only("post", "Verify or prefetch a checkpoint", submitted, changes=True)["post"]
     submit["parameters"] = [
@@ -220,6 +220,15 @@ def _job_paths() -> dict[str, Any]:
         "/api/v1/jobs/{id}": _only("get", "One job", {"200": _object(_JOB)} | missing, number)
         | _only("delete", "Cancel a job", {"200": _object(_JOB)} | missing, changes=True),
         "/api/v1/jobs/{id}/events": _only("get", "A job until it ends", stream | missing | busy, number),
+    }
+
+
+def _job_refusals(content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "404": _answer("There is no such checkpoint, or no such job", content),
+        "422": _answer("The Idempotency-Key belongs to another job, or it cannot be verified here", content),
+        "429": _answer("Too many jobs wait, of all clients or of this one", content),
+        "503": _answer("The job cannot be stored", content),
     }
 
 
@@ -279,18 +288,21 @@ def _file_parameters() -> list[dict[str, Any]]:
     return [_PATH, *({"name": name, "in": "header", "schema": _TEXT_SCHEMA} for name in names)]
 
 
-def _posted(summary: str, names: tuple[str, ...], answers: dict[str, Any]) -> dict[str, Any]:
+def _posted(summary: str, names: tuple[str, ...], answers: dict[str, Any], *, is_open: bool = True) -> dict[str, Any]:
     """Return an operation that takes a form, from the server's own pages only."""
     fields = {"type": "object", "properties": dict.fromkeys(names, _TEXT_SCHEMA)}
     refusals = {"403": "Another page sent it, or no token", "413": "Too long", "415": "No form"}
     found = {
         "303": _answer("Where to go on"),
-        "400": _answer("No form", _TEXT),
+        "400": _answer("No form", _TEXT | _PAGE),
         "421": _answer("Not this machine", _TEXT),
     }
     found |= {status: _answer(text, _TEXT | _PAGE) for status, text in refusals.items()}
     body = {"content": {"application/x-www-form-urlencoded": {"schema": fields}}}
-    return {"post": {"summary": summary, "requestBody": body, "responses": found | answers, "security": []}}
+    if not is_open:
+        found["401"] = _answer("A token is needed, or a session of a browser", _TEXT)
+    operation = {"summary": summary, "requestBody": body, "responses": found | answers}
+    return {"post": operation | ({"security": []} if is_open else {})}
 
 
 def _examined(schema: dict[str, Any] | None) -> dict[str, Any]:

@@ -145,13 +145,16 @@ def test_tensors_as_json_are_what_the_command_says(server, root):
 def test_each_step_of_a_run_has_a_page(server):
     page = seen(server, "/ui/checkpoints/run?step=2")
     assert "/run/2/" in " ".join(page.found("a", "href"))
+    assert server.get("/ui/checkpoints/run?step=2")[2] == server.get("/ui/checkpoints/run/2")[2]
     assert "/run/10/" in " ".join(seen(server, "/ui/checkpoints/run").found("a", "href"))
     for step in ("3", "-2", "x", "2.0", "٢", "9" * 40):
         assert server.get(f"/ui/checkpoints/run?step={quote(step)}")[0] == 404
         assert server.get(f"/api/v1/checkpoints/run/tensors?step={quote(step)}")[0] == 404
 
 
-@pytest.mark.parametrize("name", ["missing", "..", "%2e%2e/etc/passwd", "run/2", "blocks.safetensors/x", "%00"])
+@pytest.mark.parametrize(
+    "name", ["missing", "..", "%2e%2e/etc/passwd", "run/3", "run/02", "run/2/x", "blocks.safetensors/x", "%00"]
+)
 def test_what_is_no_checkpoint_has_no_page(server, name):
     assert server.get(f"/ui/checkpoints/{name}")[0] == 404
     assert server.get(f"/api/v1/checkpoints/{name}/tensors")[0] == 404

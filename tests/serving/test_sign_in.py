@@ -3,19 +3,16 @@
 import http.client
 import ssl
 import threading
-from contextlib import closing
 from http.cookies import SimpleCookie
-from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from serving import served
+from serving import send_form, served
 
 from shardload.serving.site.sign_in import SESSION_S, Sessions
 
 TOKEN = "a-token-of-this-server"
-FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +33,8 @@ def server(options):
         yield found
 
 
-def send(server, path, fields, *, origin="own", connection=http.client.HTTPConnection, **headers):
-    """Post a form as a browser would, and return status, headers and body."""
-    scheme = "http" if connection is http.client.HTTPConnection else "https"
-    own = {"Origin": f"{scheme}://{server.place}" if origin == "own" else origin} if origin else {}
-    body = fields if isinstance(fields, str | bytes) else urlencode(fields)
-    with closing(connection(server.place, timeout=30)) as asked:
-        asked.request("POST", path, body=body, headers={**FORM, **own, **headers})
-        answer = asked.getresponse()
-        return answer.status, answer.headers, answer.read()
-
-
 def signed_in(server, **named):
-    status, headers, _ = send(server, "/ui/sign-in", {"token": TOKEN, "next": "/"}, **named)
+    status, headers, _ = send_form(server, "/ui/sign-in", {"token": TOKEN, "next": "/"}, **named)
     assert (status, headers["Location"]) == (303, "/")
     return SimpleCookie(headers["Set-Cookie"])
 
@@ -69,7 +55,7 @@ def test_a_browser_signs_in_and_out(server):
         assert server.get(path, Cookie=cookie(found))[0] == 200
         assert server.get(path)[0] == 401
     assert b"Sign out" in server.get("/ui/sign-in", Cookie=cookie(found))[2]
-    status, headers, _ = send(server, "/ui/sign-out", {}, Cookie=cookie(found))
+    status, headers, _ = send_form(server, "/ui/sign-out", {}, Cookie=cookie(found))
     assert status == 303 and SimpleCookie(headers["Set-Cookie"])["shardload"].value == ""
     assert server.get("/", Cookie=cookie(found))[0] == 401
 
@@ -90,7 +76,7 @@ def test_with_tls_the_cookie_is_secure(options, certificate):
         found = signed_in(server, connection=connection)
         assert found["__Host-shardload"]["secure"] and found["__Host-shardload"]["httponly"]
         plain = f"http://{server.place}"
-        assert send(server, "/ui/sign-in", {"token": TOKEN}, origin=plain, connection=connection)[0] == 403
+        assert send_form(server, "/ui/sign-in", {"token": TOKEN}, origin=plain, connection=connection)[0] == 403
 
 
 def test_a_proxy_with_tls_gets_a_secure_cookie(server):
@@ -100,15 +86,15 @@ def test_a_proxy_with_tls_gets_a_secure_cookie(server):
 @pytest.mark.parametrize("origin", [None, "null", "http://evil.example", "http://127.0.0.1:1", "file://", ""])
 def test_forms_of_other_pages_are_refused(server, origin):
     for path in ("/ui/sign-in", "/ui/sign-out"):
-        status, headers, _ = send(server, path, {"token": TOKEN}, origin=origin)
+        status, headers, _ = send_form(server, path, {"token": TOKEN}, origin=origin)
         assert status == 403 and "Set-Cookie" not in headers
 
 
 def test_a_cookie_is_no_right_to_send_anything_else(server):
     found = cookie(signed_in(server))
     for path in ("/", "/api/v1/checkpoints", "/models/model.safetensors"):
-        assert send(server, path, {}, origin="http://evil.example", Cookie=found)[0] == 401
-        assert send(server, path, "x=1", Cookie=found)[0] in (400, 405)
+        assert send_form(server, path, {}, origin="http://evil.example", Cookie=found)[0] == 401
+        assert send_form(server, path, "x=1", Cookie=found)[0] in (400, 405)
 
 
 TARGETS = [
@@ -125,12 +111,12 @@ TARGETS = [
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nobody_is_sent_on_to_another_server(server, target):
-    status, headers, _ = send(server, "/ui/sign-in", {"token": TOKEN, "next": target})
+    status, headers, _ = send_form(server, "/ui/sign-in", {"token": TOKEN, "next": target})
     assert (status, headers["Location"]) == (303, "/") and headers["X"] is None
 
 
 def test_a_path_is_kept(server):
-    status, headers, _ = send(server, "/ui/sign-in", {"token": TOKEN, "next": "/ui/checkpoints/a%20b?match=x"})
+    status, headers, _ = send_form(server, "/ui/sign-in", {"token": TOKEN, "next": "/ui/checkpoints/a%20b?match=x"})
     assert (status, headers["Location"]) == (303, "/ui/checkpoints/a%20b?match=x")
     body = server.get("/%22%3E%3Cscript%3E", Accept="text/html")[2]
     assert b"<script" not in body and b'">' not in body.partition(b'name="next" value="')[2].partition(b'">')[0]
@@ -148,15 +134,15 @@ def test_a_path_is_kept(server):
 )
 def test_forms_that_are_none(options, body, headers, status):
     with served(*options) as server:  # wrong tokens are counted
-        assert send(server, "/ui/sign-in", body, **headers)[0] == status
+        assert send_form(server, "/ui/sign-in", body, **headers)[0] == status
         assert server.get("/healthz")[0] == 200
 
 
 def test_wrong_tokens_are_limited(options):
     with served(*options) as server:
-        statuses = [send(server, "/ui/sign-in", {"token": f"wrong-{i}"})[0] for i in range(12)]
+        statuses = [send_form(server, "/ui/sign-in", {"token": f"wrong-{i}"})[0] for i in range(12)]
         assert statuses == [403] * 10 + [429] * 2
-        status, headers, body = send(server, "/ui/sign-in", {"token": TOKEN})
+        status, headers, body = send_form(server, "/ui/sign-in", {"token": TOKEN})
         assert status == 429 and headers["Retry-After"] == "60" and b"too many" in body
         assert server.get("/", Authorization=f"Bearer {TOKEN}")[0] == 200  # who has one is not kept out by others
         assert TOKEN not in "".join(server.log) and "wrong-" not in "".join(server.log)
@@ -166,7 +152,7 @@ def test_without_tokens_there_is_nothing_to_sign_in_to(tmp_path):
     (tmp_path / "other").mkdir()
     with served("--root", tmp_path) as server:
         assert b"needs no token" in server.get("/ui/sign-in")[2]
-        status, headers, _ = send(server, "/ui/sign-in", {"token": "x"})
+        status, headers, _ = send_form(server, "/ui/sign-in", {"token": "x"})
         assert status == 303 and "Set-Cookie" not in headers
 
 
@@ -203,7 +189,7 @@ def test_all_addresses_together_are_limited():
 
 def test_a_slow_form_does_not_keep_others_waiting(server):
     head = f"POST /ui/sign-in HTTP/1.1\r\nHost: {server.place}\r\nOrigin: http://{server.place}\r\n"
-    slow = f"{head}Content-Type: {FORM['Content-Type']}\r\nContent-Length: 100\r\n\r\ntoken=".encode()
+    slow = f"{head}Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 100\r\n\r\ntoken=".encode()
     waiting = [threading.Thread(target=server.raw, args=(slow,), daemon=True) for _ in range(20)]
     for each in waiting:
         each.start()

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
+
+_FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
 
 class Served:
@@ -72,6 +74,17 @@ class Served:
         code = self.process.wait(timeout=60)
         self._reader.join(10)
         return code
+
+
+def send_form(server, path, fields, *, origin="own", connection=http.client.HTTPConnection, **headers):
+    """Post a form as a browser would, and return status, headers and body."""
+    scheme = "http" if connection is http.client.HTTPConnection else "https"
+    own = {"Origin": f"{scheme}://{server.place}" if origin == "own" else origin} if origin else {}
+    body = fields if isinstance(fields, str | bytes) else urlencode(fields)
+    with contextlib.closing(connection(server.place, timeout=30)) as asked:
+        asked.request("POST", path, body=body, headers={**_FORM, **own, **headers})
+        answer = asked.getresponse()
+        return answer.status, answer.headers, answer.read()
 
 
 @contextlib.contextmanager

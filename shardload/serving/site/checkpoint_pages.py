@@ -22,6 +22,7 @@ from shardload.reports.page import escaped
 from shardload.serving.roots.catalogue import Catalogue
 from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.serving.site.examining import Examiner, Question, UnansweredError
+from shardload.serving.site.job_pages import job_form
 from shardload.serving.site.live_loads import LiveLoads, loads_page
 from shardload.serving.site.pages import (
     ICON_PATH,
@@ -79,9 +80,12 @@ class ServerPages:
         try:
             found, step = await self._found(request)
             match, group = request.query.get("match", "")[:_MOST_QUERY], request.query.get("group", "")
+            parts = {found.name: "All steps" if found.steps else found.name}
+            if (folder := self._folder_of(found, step)) != found.name:
+                parts = {folder: f"Step {step}", **parts}
             text = await self._examiner.read(
                 await self._question(found, step, "inspect"),
-                lambda facts: _checkpoint_page(found, step, facts, match=match, group=group),
+                lambda facts: _checkpoint_page(found, step, facts, parts, match=match, group=group),
             )
         except UnansweredError as error:
             return _refusal(request.match_info["name"], error)
@@ -133,6 +137,10 @@ class ServerPages:
         name, step = request.match_info["name"], request.query.get("step")
         found = self._catalogue.checkpoint(name)
         if found is None:
+            above, _, own = name.rpartition("/")
+            found, number = self._catalogue.checkpoint(above), step_number(own)
+            if found is not None and number in found.steps and self._catalogue.names(name) is not None:
+                return found, number  # by the address of the step's folder
             raise UnansweredError(404, "There is no such checkpoint.")
         if step is None:
             return found, found.steps[-1] if found.steps else None
@@ -144,15 +152,19 @@ class ServerPages:
         return await asyncio.to_thread(self._made_question, found, step, command)
 
     def _made_question(self, found: ServedCheckpoint, step: int | None, command: tuple[str, ...]) -> Question:
-        names = self._catalogue.names(found.name) or {}
-        folders = (f"{found.name}/{name}" for name in names if step is not None and step_number(name) == step)
-        source = next(folders, found.name)
+        source = self._folder_of(found, step)
         # What describes a file of weights is next to it.
         folder = source.rpartition("/")[0] if found.kind == "file" else source
         version = hashlib.blake2b(digest_size=16)
         for part in _versions(self._catalogue, folder, is_deep=found.kind != "file"):
             version.update(part.encode())
         return Question(source, version.hexdigest(), command)
+
+    def _folder_of(self, found: ServedCheckpoint, step: int | None) -> str:
+        """Return the address of a step below the server's, or that of the checkpoint."""
+        names = self._catalogue.names(found.name) or {}
+        folders = (f"{found.name}/{name}" for name in names if step is not None and step_number(name) == step)
+        return next(folders, found.name)
 
 
 def _mesh(text: str) -> MeshSpec:
@@ -173,7 +185,7 @@ def _versions(catalogue: Catalogue, folder: str, *, is_deep: bool) -> Iterator[s
 
 
 def _checkpoint_page(
-    found: ServedCheckpoint, step: int | None, facts: dict[str, Any], *, match: str, group: str
+    found: ServedCheckpoint, step: int | None, facts: dict[str, Any], parts: dict[str, str], *, match: str, group: str
 ) -> str:
     tensors = facts["tensors"]
     shown = matching(tensors, match) if match else tensors
@@ -182,7 +194,8 @@ def _checkpoint_page(
     kept = {"step": str(step)} if step is not None else {}
     inside = {}
     plan_query = escaped("?" + urlencode(kept)) if kept else ""
-    lines.append(f'<p><a class="button" href="{UI}/plans/{quote(found.name)}{plan_query}">Plan a load</a></p>')
+    plan = f'<a class="button" href="{UI}/plans/{quote(found.name)}{plan_query}">Plan a load</a>'
+    lines.append(f'<div class="actions">{plan}{job_form(parts)}</div>')
     lines.append("<h2>Tensors</h2>")
     if tree is not None and tree.prefix:
         inside = {"group": tree.prefix}

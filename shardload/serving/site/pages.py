@@ -25,9 +25,13 @@ UI = "/ui"
 STYLE_PATH, SCRIPT_PATH, TABLE_PATH, ICON_PATH = (
     f"{UI}/{name}" for name in ("site.css", "site.js", "table.js", "icon.svg")
 )
-LOADS_PATH, SIGN_IN_PATH, SIGN_OUT_PATH = (f"{UI}/{name}" for name in ("loads", "sign-in", "sign-out"))
+LOADS_PATH, JOBS_PAGE, SIGN_IN_PATH, SIGN_OUT_PATH = (
+    f"{UI}/{name}" for name in ("loads", "jobs", "sign-in", "sign-out")
+)
 OPEN_PATHS = (SIGN_IN_PATH, SIGN_OUT_PATH, STYLE_PATH, ICON_PATH)
 """What needs no token: the form that takes one, and what it looks like."""
+FORM_PATHS = (SIGN_IN_PATH, SIGN_OUT_PATH, JOBS_PAGE)
+"""Where forms are sent, which have a body."""
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "frame-ancestors 'none'; base-uri 'none'"
@@ -53,7 +57,7 @@ _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#0550ae" d="M1 1h6v6H1z"/>'
     '<path fill="#6ea8fe" d="M9 1h6v6H9zM1 9h6v6H1z"/><path fill="#f4a582" d="M9 9h6v6H9z"/></svg>'
 )
-_PAGES = (("/", "Checkpoints"), (LOADS_PATH, "Loads"), (SIGN_IN_PATH, "Session"))
+_PAGES = (("/", "Checkpoints"), (LOADS_PATH, "Loads"), (JOBS_PAGE, "Jobs"), (SIGN_IN_PATH, "Session"))
 """Address and title of the pages that each page links to. What the server has later gets a line here."""
 
 

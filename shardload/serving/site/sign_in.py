@@ -10,34 +10,28 @@ something with the right of a cookie.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NoReturn
-from urllib.parse import parse_qs
 
 from aiohttp import web
 
 from shardload.reports.page import escaped
 from shardload.serving.limits import client_of
+from shardload.serving.site.forms import form_fields, is_from_own_page
 from shardload.serving.site.pages import SIGN_IN_PATH, SIGN_OUT_PATH, answer, page
 
 SESSION_S = 12 * 3600.0
 """Seconds after which a browser must sign in again."""
 _MOST_SESSIONS = 1000
-_MOST_BODY = 4096
-_BODY_S = 10.0
-"""Seconds in which a form must arrive."""
 _FAILURE_S = 60.0
 _MOST_FAILURES = 10
 """Most wrong tokens of one address in a minute."""
 _MOST_FAILURES_ALL = 200
 """Most wrong tokens of all addresses in a minute."""
-_FORM_KIND = "application/x-www-form-urlencoded"
 _PATH = re.compile(r"/(?![/\\])[!-\[\]-~]*")
 """A path of this server: browsers take ``//`` and ``/\\`` for the beginning of another one's address."""
 
@@ -136,7 +130,7 @@ class SignIn:
         return _answer("Session", ["<p>You are signed in. A session ends after twelve hours.</p>", button])
 
     async def _sign_in(self, request: web.Request) -> web.Response:
-        fields = await _fields(request)
+        fields = await form_fields(request)
         if not self._is_needed:
             raise web.HTTPSeeOther(SIGN_IN_PATH)
         client, onward = client_of(request.remote or ""), fields.get("next", "/")
@@ -162,61 +156,16 @@ class SignIn:
         return found
 
     async def _sign_out(self, request: web.Request) -> web.Response:
-        await _fields(request)
+        await form_fields(request)
         self.sessions.end(request.cookies.get(_cookie(request)))
         found = web.Response(status=303, headers={"Location": SIGN_IN_PATH})
         found.del_cookie(_cookie(request), path="/", httponly=True, samesite="Strict", secure=request.secure)
         return found
 
 
-def is_form(request: web.Request) -> bool:
-    """Whether a request is one of the forms, which have a body."""
-    return request.method == "POST" and request.path in (SIGN_IN_PATH, SIGN_OUT_PATH)
-
-
-def is_from_own_page(request: web.Request) -> bool:
-    """Whether a browser says that one of the server's own pages made the request: its ``Origin`` is this server.
-
-    A server without TLS may be behind a proxy that has it.
-    """
-    own = {f"https://{request.host}".lower()} | (set() if request.secure else {f"http://{request.host}".lower()})
-    origins = request.headers.getall("Origin", [])
-    return len(origins) == 1 and origins[0].lower() in own
-
-
 def _cookie(request: web.Request) -> str:
     """Return the cookie's name: with TLS, one that browsers take from this very host alone."""
     return "__Host-shardload" if request.secure else "shardload"
-
-
-async def _fields(request: web.Request) -> dict[str, str]:
-    """Return the fields of a form; raise if another page sent it, or if it is none."""
-    if not is_from_own_page(request):
-        _refuse(403, "Forms are taken from this server's own pages only.\n")
-    if request.content_type != _FORM_KIND:
-        _refuse(415, f"Send a form: {_FORM_KIND}\n")
-    body = bytearray()
-    async with asyncio.timeout(_BODY_S):
-        async for part in request.content.iter_chunked(_MOST_BODY):
-            body += part
-            if len(body) > _MOST_BODY:
-                _refuse(413, "The form is too long.\n")
-    try:
-        found = parse_qs(body.decode("ascii"), max_num_fields=4, keep_blank_values=True)
-    except ValueError:
-        _refuse(400, "The form cannot be read.\n")
-    return {name: values[0] for name, values in found.items()}
-
-
-def _refuse(status: int, text: str) -> NoReturn:
-    kinds: dict[int, type[web.HTTPException]] = {
-        400: web.HTTPBadRequest,
-        403: web.HTTPForbidden,
-        415: web.HTTPUnsupportedMediaType,
-    }
-    if status == 413:
-        raise web.HTTPRequestEntityTooLarge(_MOST_BODY, text=text)
-    raise kinds[status](text=text)
 
 
 def _own_path(text: str) -> str:
