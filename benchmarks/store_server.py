@@ -18,6 +18,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def _serve(connection: socket.socket, served: Served) -> None:
     own = Limit(served.connection_bytes_per_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     held = b""
-    with connection:
+    with suppress(ConnectionError), connection:
         while True:
             while b"\r\n\r\n" not in held:
                 if not (more := connection.recv(65536)):
