@@ -1,5 +1,6 @@
 """Checkpoints load from a server as they do from the folder that it serves, bit for bit."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 from by_hand import check_same
+from object_server import ObjectServer
 from process_runs import told_by
 from saved_steps import save_step
 from serving import served
@@ -32,7 +34,8 @@ def small_model(seed=0):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    found = tmp_path_factory.mktemp("models")
+    found = tmp_path_factory.mktemp("served") / "models"
+    found.mkdir()
     (found / "team").mkdir()
     gguf_pairs.write(found / "team", "llama", "Q8_0")
     for name in ODD_NAMES:
@@ -49,16 +52,25 @@ def root(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module", params=["--hand-over", "--no-hand-over"])
+@pytest.fixture(scope="module", params=["--hand-over", "--no-hand-over", "a bucket", "a bucket and a cache"])
 def server(request, root, tmp_path_factory):
     tokens = tmp_path_factory.mktemp("tokens") / "tokens"
     tokens.write_text(f"{TOKEN}\n")
     tokens.chmod(0o600)
-    with served("--root", root, "--token-file", tokens, request.param) as found:
+    with contextlib.ExitStack() as ended:
+        if "bucket" in request.param:
+            bucket = ended.enter_context(contextlib.closing(ObjectServer(root.parent)))
+            options = ("--root", f"s3://bucket/{root.name}")
+            if "cache" in request.param:
+                options += ("--cache", tmp_path_factory.mktemp("cache"))
+            started = served(*options, "--token-file", tokens, env=bucket.environment())
+        else:
+            started = served("--root", root, "--token-file", tokens, request.param)
+        found = ended.enter_context(started)
         tokens.write_text(f"{found.address} {TOKEN}\n")  # now the client's
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SHARDLOAD_TOKENS", str(tokens))
-            yield found
+        patch = ended.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("SHARDLOAD_TOKENS", str(tokens))
+        yield found
 
 
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
@@ -123,10 +135,19 @@ def test_odd_names(root, server, name):
     assert found.tensors.keys() == shardload.inspect(root / name).tensors.keys()
 
 
-def test_the_command_line(server):
-    command = [sys.executable, "-m", "shardload", "inspect", f"{server.address}/team/hf", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["format"] == "hf-safetensors"
+COMMANDS = [["load", "--mesh", "1x8"], ["load", "--mesh", "2x4"], ["inspect"], ["verify"]]
+MEASURED = {"bytes", "seconds", "throughput_gb_s", "host_bytes", "notes", "cache"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_command_line(root, server, command):
+    found = []
+    for place in (server.address, str(root)):
+        whole = [sys.executable, "-m", "shardload", command[0], f"{place}/team/hf", *command[1:], "--json"]
+        done = subprocess.run(whole, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout.replace(place, "ROOT")))
+    remote, local = ({key: each[key] for key in each if key not in MEASURED} for each in found)
+    assert remote == local
 
 
 def test_without_the_token(server, monkeypatch):
