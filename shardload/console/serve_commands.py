@@ -163,6 +163,8 @@ def serve(
         addresses = RemoteCatalogue(remote, taken=catalogue.names("") or {})
         for line in (*catalogue.left_out(), *addresses.left_out()):
             streams.note(line)
+        for problem in addresses.problems():
+            streams.note(f"{problem.rstrip('.')}. The server starts without what is there, and tries again")
         served = summary((*catalogue.checkpoints(), *addresses.checkpoints()))
         log = RequestLog(json_line if log_json else text_line)
         try:

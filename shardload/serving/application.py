@@ -284,7 +284,11 @@ class Service:
         return _text("ok\n")
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return _text("stopping\n", status=503) if self.is_ending else _text("ok\n")
+        if self.is_ending:
+            return _text("stopping\n", status=503)
+        if await self.remote.problems():  # which say more than those without a token should know
+            return _text("An address of --root was not reached yet. The log says why.\n", status=503)
+        return _text("ok\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.metrics.checkpoints.set(len(self._all_checkpoints()))
@@ -365,6 +369,8 @@ class Service:
         if (opened := await self._opened(key)) is None:
             if self.is_ending:  # the scan that would have found it may have ended early
                 raise web.HTTPServiceUnavailable(text="The server is to end.\n")
+            if problems := await self.remote.problems():  # it may be there
+                raise web.HTTPBadGateway(text="".join(f"{problem}\n" for problem in problems))
             raise web.HTTPNotFound(text="There is no such file.\n")
         descriptor, found = opened
         with FileIO(descriptor) as file, self._noted_load(request, key) as noted:

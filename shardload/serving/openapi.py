@@ -111,7 +111,10 @@ def document() -> dict[str, Any]:
             "/readyz": _only(
                 "get",
                 "Whether the server takes more requests",
-                {"200": _answer("It does", _TEXT), "503": _answer("It is to end", _TEXT)},
+                {
+                    "200": _answer("It does", _TEXT),
+                    "503": _answer("It is to end, or did not reach an address of --root yet", _TEXT),
+                },
                 is_open=True,
             ),
             "/metrics": _only("get", "Counters for Prometheus", {"200": _answer("All of them", _TEXT)}),

@@ -17,7 +17,7 @@ from hub_server import COMMIT, HubServer
 from object_server import ObjectServer
 from safetensors.numpy import save_file
 from saved_steps import save_step
-from serving import served
+from serving import eventually, served
 
 import shardload
 from shardload.errors import SourceNotFoundError, TransferError
@@ -353,3 +353,20 @@ def test_addresses_that_lead_nowhere(bucket, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(SourceNotFoundError, match="there is nothing at this address"):
         RemoteCatalogue([AddressRoot(lambda: location_of("s3://bucket/none"))])
+
+
+def test_a_bucket_that_is_down_at_the_start(bucket, big, tmp_path):
+    (tmp_path / "own").mkdir()
+    save_file(array(2, 1000), tmp_path / "own" / "near.safetensors")
+    bucket.status[""] = 503
+    options = ("--root", "s3://bucket/models", "--root", tmp_path / "own")
+    with served(*options, env={**bucket.environment(), "SHARDLOAD_REMOTE_TIMEOUT": "1"}) as server:
+        assert server.told.startswith("1 checkpoint,")
+        eventually(lambda: any("s3://bucket/models" in line and "tries again" in line for line in server.log))
+        assert server.get("/own/near.safetensors")[0] == 200
+        status, _, body = server.get("/readyz")
+        assert (status, b"bucket" in body) == (503, False)
+        assert server.get("/m/model.safetensors")[0] == 502
+        bucket.status.clear()
+        eventually(lambda: server.get("/readyz")[0] == 200)
+        assert server.get("/m/model.safetensors")[2] == big

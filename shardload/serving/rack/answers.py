@@ -128,13 +128,22 @@ class RemoteFiles:
         if self.blocks.cache is not None:
             self._metrics.removed.set(self.blocks.cache.traffic.removed)
 
+    async def problems(self) -> list[str]:
+        """Return why addresses were not reached yet, one sentence each, and try them again in the background."""
+        found = self.catalogue.problems()
+        if found:
+            self._begin_refresh(is_search=True)
+        return found
+
     async def refresh(self, *, is_search: bool = False) -> None:
         """List the addresses again if they may be, and wait for a while. Errors are counted and logged."""
-        if self._refreshing is None:
-            if not self.catalogue.is_old(is_search=is_search):
-                return
+        if (refreshing := self._begin_refresh(is_search=is_search)) is not None:
+            await asyncio.wait({refreshing}, timeout=_LIST_WAIT_S)
+
+    def _begin_refresh(self, *, is_search: bool) -> asyncio.Task[None] | None:
+        if self._refreshing is None and self.catalogue.is_old(is_search=is_search):
             self._refreshing = asyncio.create_task(self._refresh(is_search))
-        await asyncio.wait({self._refreshing}, timeout=_LIST_WAIT_S)
+        return self._refreshing
 
     async def _refresh(self, is_search: bool) -> None:
         try:

@@ -59,6 +59,8 @@ class AddressRoot:
         self._is_whole: bool | None = None
         self.found = Scan[ListedObject]()
         """What the last scan has found."""
+        self.problem: str | None = None
+        """Why it was never scanned: it could not be reached."""
         self._scanned_s: float | None = None
         self._took_s = 0.0
 
@@ -81,6 +83,8 @@ class AddressRoot:
         """Whether the address may be listed again, as it was done so many seconds ago, or longer if it took long."""
         if self._scanned_s is None:
             return True
+        if self.problem is not None:
+            return time.monotonic() >= self._scanned_s + min(least_s, SEARCH_S)
         return not self.is_fixed and time.monotonic() >= self._scanned_s + max(least_s, 10 * self._took_s)
 
     def scan(self, taken: set[str]) -> None:
@@ -95,7 +99,7 @@ class AddressRoot:
             found = self._scan(taken)
         finally:  # also after a failure: who asks waits for the next one
             self._scanned_s, self._took_s = time.monotonic(), time.monotonic() - began_s
-        self.found = found
+        self.found, self.problem = found, None
 
     def _scan(self, taken: set[str]) -> Scan[ListedObject]:
         found = Scan[ListedObject]()
@@ -256,7 +260,7 @@ class RemoteCatalogue:
         rescan_s: float = RESCAN_S,
         search_s: float = SEARCH_S,
     ) -> None:
-        """List and scan the addresses; raise if one of them cannot be read.
+        """List and scan the addresses; raise if one of them cannot be read, unless it is just not reached now.
 
         Args:
             roots: The addresses. A name counts in the first one that has it.
@@ -269,7 +273,16 @@ class RemoteCatalogue:
         self._rescan_s, self._search_s = rescan_s, search_s
         self._lock = threading.Lock()
         for root in self.roots:
-            self._scan(root)
+            try:
+                self._scan(root)
+            except TransferError as error:
+                if type(error) is not TransferError:  # the store has answered
+                    raise
+                root.problem = str(error)
+
+    def problems(self) -> list[str]:
+        """Return why addresses were not reached yet: one sentence each."""
+        return [root.problem for root in self.roots if root.problem is not None]
 
     def checkpoints(self) -> list[ServedCheckpoint]:
         """Return the checkpoints, sorted by name."""
