@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardload.stores import range_files
 from shardload.stores.range_files import CachedObject, CacheFolder
@@ -93,13 +93,24 @@ def make_room(folder: CacheFolder, *, limit_bytes: int, used_before_s: float) ->
     Objects that were used at ``used_before_s`` (seconds since 1970) or later are kept.
     """
     with _locked(folder):
-        found = stored_objects(folder)
+        now_s = time.time()
+        found = [_not_later(folder, each, now_s=now_s) for each in stored_objects(folder)]
         total = left = sum(each.n_bytes for each in found)
         for each in reversed(found):
             if left <= limit_bytes or each.used_s > used_before_s - _MARGIN_S:
                 break
             left -= _remove(folder, each, most_bytes=left - limit_bytes)
         return Room(total - left, left)
+
+
+def _not_later(folder: CacheFolder, each: StoredObject, *, now_s: float) -> StoredObject:
+    """Return an object, as used now if it was used later than that: the clock was set back, and it must not stay."""
+    if each.used_s <= now_s + _MARGIN_S:
+        return each
+    if each.described is None:
+        return replace(each, used_s=0.0)
+    folder.touch(each.described, at_s=now_s)
+    return replace(each, used_s=now_s)
 
 
 def _remove(folder: CacheFolder, each: StoredObject, *, most_bytes: int | None = None) -> int:

@@ -5,7 +5,8 @@
     keep(object, start, data)    ─► queue ─► threads write ─► a range on disk
 
 Keeping never makes a load wait, and never fails it. If the disk does not keep up, ranges are left out, which the next
-start fetches and stores. If the folder cannot be written to, nothing is stored from then on, with one warning.
+start fetches and stores. If the folder cannot be written to, nothing is stored for a minute, with one warning; then it
+is tried again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _LISTED_S = 2.0
 """For how long the list of an object's ranges is used before a miss reads it again: another process may store them."""
 _SETTLE_S = 10.0
 """How long a process that ends waits for ranges to be written."""
+_RETRY_S = 60.0
+"""For how long nothing is written after a failure: a disk that is full may have room later."""
 _SCANS = 32
 """What is in the folder is counted again each time this fraction of the limit was written: others write there, too."""
 _LEAST_SCAN_BYTES = 1 << 20
@@ -148,7 +151,7 @@ class RangeCache:
 
     @property
     def is_on(self) -> bool:
-        """Whether ranges are stored: not any more once the folder could not be written to."""
+        """Whether ranges are stored: not for a while after the folder could not be written to."""
         return self._writer.is_on
 
     @property
@@ -279,7 +282,9 @@ class _Writer:
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._counting = threading.Lock()
-        self._has_begun = self._is_off = False
+        self._has_begun = self._has_failed = self._has_warned = False
+        self._retry_s = 0.0
+        """When to write again after a failure."""
         self._total: int | None = None
         """Bytes in the folder when they were counted last, and what was written since; ``None`` before the first."""
         self._since_scan = 0
@@ -288,16 +293,16 @@ class _Writer:
 
     @property
     def is_on(self) -> bool:
-        """Whether it writes: not any more after a failure."""
-        return not self._is_off
+        """Whether it writes: not for a while after a failure."""
+        return not self._has_failed or time.monotonic() >= self._retry_s
 
     def add(
         self, found: CachedObject, start: int, data: memoryview, used_since_s: float, *, wait_s: float = 0.0
     ) -> bool:
         """Queue a range, perhaps after a wait; false if it will not be written."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_off or self._queued_bytes + len(data) <= _QUEUED_BYTES, wait_s)
-            if self._is_off or self._queued_bytes + len(data) > _QUEUED_BYTES:
+            self._changed.wait_for(lambda: not self.is_on or self._queued_bytes + len(data) <= _QUEUED_BYTES, wait_s)
+            if not self.is_on or self._queued_bytes + len(data) > _QUEUED_BYTES:
                 return False
             self._tasks.append(_Task(found, start, data, used_since_s))
             self._queued_bytes += len(data)
@@ -336,16 +341,22 @@ class _Writer:
 
     def _write(self, task: _Task) -> None:
         with self._counting:
-            if self._is_off or not self._has_room(task):
+            if not self.is_on or not self._has_room(task):
                 self._cache.left_out(len(task.data))
                 return
             self._since_scan += len(task.data)
             self._total = (self._total or 0) + len(task.data)
         self._cache.folder.write(task.found, task.start, task.data)
         self._cache.stored(task.found, (task.start, task.start + len(task.data)))
+        with self._changed:
+            if self._has_failed:
+                self._has_failed = False
+                self._cache.note(f"the cache {self._cache.folder.path} can be written to again")
 
     def _has_room(self, task: _Task) -> bool:
         limit, size = self._cache.limit_bytes, len(task.data)
+        if self._full_for_s > time.time():  # the clock was set back
+            self._full_for_s = -1.0
         if size > limit or (task.used_since_s <= self._full_for_s and self._total is not None):
             return False
         is_old = self._since_scan > max(limit // _SCANS, _LEAST_SCAN_BYTES)
@@ -369,13 +380,15 @@ class _Writer:
 
     def _turn_off(self, error: OSError) -> None:
         with self._changed:
-            if self._is_off:
+            if not self.is_on:
                 return
-            self._is_off = True
+            self._retry_s, self._has_failed = time.monotonic() + _RETRY_S, True
+            is_first, self._has_warned = not self._has_warned, True
         text = (
-            f"Cannot write to the cache {self._cache.folder.path}: {error.strerror or error}. What it has is read, but "
-            "nothing more is stored. Free some space, or give a folder that can be written to"
+            f"Cannot write to the cache {self._cache.folder.path}: {error.strerror or error}. What it has is read, and "
+            "more is stored once it can be written to again. Free some space, or give a folder that can be written to"
         )
         self._cache.note(text)
-        with contextlib.suppress(Warning):  # an error, where a program makes warnings errors: not in this thread
-            warnings.warn(text, RuntimeWarning, stacklevel=1)
+        if is_first:
+            with contextlib.suppress(Warning):  # an error, where a program makes warnings errors: not in this thread
+                warnings.warn(text, RuntimeWarning, stacklevel=1)

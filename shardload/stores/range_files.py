@@ -173,10 +173,11 @@ class CacheFolder:
             return sorted(each for name in names_in(fd) if (each := segment_of(name, found.size)) is not None)
         return []
 
-    def touch(self, found: CachedObject) -> None:
-        """Note that an object is used now, as far as the folder can be written to."""
+    def touch(self, found: CachedObject, *, at_s: float | None = None) -> None:
+        """Note that an object is used now, or at another time, as far as the folder can be written to."""
+        times = None if at_s is None else (at_s, at_s)
         with contextlib.suppress(OSError), self.of(found) as fd:
-            os.utime(_DESCRIPTION, dir_fd=fd, follow_symlinks=False)
+            os.utime(_DESCRIPTION, times, dir_fd=fd, follow_symlinks=False)
 
     @contextlib.contextmanager
     def _open(self, found: CachedObject, segment: Segment) -> Iterator[int]:

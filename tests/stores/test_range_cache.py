@@ -317,6 +317,54 @@ def test_a_disk_that_refuses_turns_writing_off_with_one_warning(cache, monkeypat
     assert not list((cache.folder.path / FOLDER / "new").iterdir())
 
 
+def test_a_disk_that_has_room_again_is_written_to_a_minute_later(cache, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(range_files, "write_everything", refuse)
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            keep(cache, 0, 1000)
+    keep(cache, 1000, 2000)
+    assert not cache.is_on and not files(cache.folder.path)
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    keep(cache, 2000, 3000)
+    assert cache.is_on and read(cache, 2000, 3000) == DATA[2000:3000] and read(cache, 0, 1000) is None
+    assert cache.traffic.left_out == 2000
+    assert cache.traffic.notes[-1] == f"the cache {cache.folder.path} can be written to again"
+
+
+def test_what_was_used_before_the_clock_was_set_back_does_not_stay_for_ever(tmp_path):
+    cache = RangeCache(tmp_path, 2_500_000)
+    first, second, third, fourth = versions(4)
+    for found in (first, second):
+        keep(cache, 0, len(DATA), found=found)
+        age(cache, found, -10_000)
+    keep(cache, 0, len(DATA), found=third, since=time.time() - 120)
+    assert cache.traffic.left_out == len(DATA)  # it may have been used right now
+    assert all(each.used_s <= time.time() + 1 for each in stored_objects(cache.folder))
+    for found in (first, second):
+        age(cache, found, 200)
+    keep(cache, 0, len(DATA), found=fourth, since=time.time() - 110)
+    assert "etag 3" in {each.described.version for each in stored_objects(cache.folder)}
+
+
+def test_a_cache_that_was_full_looks_again_after_the_clock_was_set_back(tmp_path, monkeypatch):
+    cache, now_s = RangeCache(tmp_path, 2_500_000), time.time()
+    with monkeypatch.context() as before:
+        before.setattr(time, "time", lambda: now_s + 10_000)
+        for found in versions(2):
+            keep(cache, 0, len(DATA), found=found, since=now_s + 10_000)
+            age(cache, found, 0)
+        keep(cache, 0, len(DATA), found=versions(3)[2], since=now_s + 10_000)
+    assert cache.traffic.left_out == len(DATA)
+    for found in versions(2):
+        age(cache, found, 200)
+    keep(cache, 0, len(DATA), found=versions(4)[3], since=time.time())
+    assert "etag 3" in {each.described.version for each in stored_objects(cache.folder)}
+
+
 def test_a_file_that_the_system_refuses_is_not_stored(cache):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
