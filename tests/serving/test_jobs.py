@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from safetensors.numpy import save_file
 from serving import eventually, served
 
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.serving.jobs.queue import Jobs
 from shardload.serving.jobs.records import Job, JobRecords
+from shardload.serving.roots.catalogue import Catalogue
 
 JOBS = "/api/v1/jobs"
 
@@ -324,6 +327,32 @@ def test_a_job_that_is_refused_is_not_done_later(tmp_path):
         with pytest.raises(sqlite3.Error, match="the disk is full"):
             records.put(Job("new", "verify", "m", "done", 0, 0, None, 0.0, ended_s=1.0, key="key"))
         assert [job.id for job in records.jobs()][-1] == "old"
+
+
+class SlowRecords(JobRecords):
+    """Records on a disk that takes its time."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def put(self, job):
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return super().put(job)
+
+
+def test_a_job_that_is_being_stored_keeps_nothing_else_waiting(folder):
+    records = SlowRecords()
+    jobs = Jobs(Catalogue([folder]), records, lambda facts: None)
+    with ThreadPoolExecutor(1) as thread:
+        submitted = thread.submit(jobs.submit, "verify", "models", total_bytes=1, client="one")
+        assert records.begun.wait(60)
+        assert jobs.all() == [] and jobs.find("x") is None
+        records.may_end.set()
+        job, is_new = submitted.result(60)
+    assert is_new and jobs.find(job.id) == job and records.jobs() == [job]
+    jobs.stop()
 
 
 def test_a_prefetch_that_the_cache_does_not_store_is_not_done(bucket, tmp_path):

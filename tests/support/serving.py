@@ -33,10 +33,11 @@ class Served:
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
         self._reader.start()
 
-    def get(self, path, *, method="GET", **headers):
+    def get(self, path, *, method="GET", body=None, **headers):
         """Status, headers and body of one answer; ``_`` in names of headers stands for a hyphen."""
         with contextlib.closing(http.client.HTTPConnection(self.place, timeout=120)) as asked:
-            asked.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            asked.request(method, path, body, named)
             answer = asked.getresponse()
             return answer.status, answer.headers, answer.read()
 

@@ -31,6 +31,7 @@ _LOOK_S = 0.25
 """How often a job that fetches looks whether it is to stop, in seconds."""
 _MOST_STARTS = 3
 """How often a job is begun if the server does not survive it."""
+_ROOM = "Free space where --state is"
 _STORED_S = 1.0
 """How often the progress of a job is stored, in seconds."""
 
@@ -52,7 +53,10 @@ class Jobs:
 
     def __init__(self, catalogue: Catalogue, records: JobRecords, log: Callable[[dict[str, Any]], None]) -> None:
         self._catalogue, self._records, self._log = catalogue, records, log
+        self._storing = threading.RLock()
+        """Held while a job begins, ends or is cancelled, and stored: that waits for the disk."""
         self._changed = threading.Condition()
+        """Held for moments, also by the event loop."""
         self._jobs = {job.id: job for job in records.jobs()}
         self._clients: dict[str, str] = {}
         """Job that is not over → the client that asked this process for it."""
@@ -113,8 +117,8 @@ class Jobs:
             TooManyJobsError: When too many jobs wait.
             SourceError: When the job cannot be stored.
         """
-        with self._changed:
-            jobs = self._jobs.values()
+        with self._storing:
+            jobs = self.all()
             if key is not None and (known := next((job for job in jobs if job.key == key), None)) is not None:
                 if (known.kind, known.checkpoint) != (kind, checkpoint):
                     raise OtherJobError(known.id)
@@ -134,11 +138,12 @@ class Jobs:
             try:
                 removed = self._records.put(job)
             except sqlite3.Error as error:
-                raise SourceError(f"Cannot store the job: {error}. Free space where --state is") from error
-            for each in removed:
-                self._jobs.pop(each, None)
-            self._jobs[job.id], self._clients[job.id] = job, client
-            self._changed.notify_all()
+                raise SourceError(f"Cannot store the job: {error}. {_ROOM}") from error
+            with self._changed:
+                for each in removed:
+                    self._jobs.pop(each, None)
+                self._jobs[job.id], self._clients[job.id] = job, client
+                self._changed.notify_all()
         return job, True
 
     def cancel(self, number: str) -> Job | None:
@@ -146,18 +151,20 @@ class Jobs:
 
         A job that runs is still ``running`` until it has noticed.
         """
-        with self._changed:
-            job = self._jobs.get(number)
+        with self._storing:
+            job = self.find(number)
             if job is not None and job.state == "running":
-                self._cancelled.add(number)
+                with self._changed:
+                    self._cancelled.add(number)
             elif job is not None and job.state == "waiting":
                 job = self._put(replace(job, state="cancelled", ended_s=time.time()))
         return job
 
     def _put(self, job: Job) -> Job:
-        with self._changed:
-            self._jobs[job.id] = job
+        with self._storing:
             self._store(job)
+            with self._changed:
+                self._jobs[job.id] = job
         return job
 
     def _store(self, job: Job) -> None:
@@ -169,11 +176,12 @@ class Jobs:
     def _work(self) -> None:
         while True:
             with self._changed:
-                job = None
-                while not self._is_ending and (job := self._next()) is None:
-                    self._changed.wait()
-                if job is None or self._is_ending:
+                self._changed.wait_for(lambda: self._is_ending or self._next() is not None)
+                if self._is_ending:
                     return
+            with self._storing:
+                if (job := self._next()) is None:  # it was cancelled meanwhile
+                    continue
                 is_tried = job.starts < _MOST_STARTS
                 job = self._put(replace(job, state="running", done_bytes=0, starts=job.starts + is_tried))
             if is_tried:
@@ -183,7 +191,7 @@ class Jobs:
                 self._end(job, "failed", {"problem": text})
 
     def _next(self) -> Job | None:
-        return next((job for job in self._jobs.values() if not job.is_over), None)
+        return next((job for job in self.all() if not job.is_over), None)
 
     def _do(self, job: Job) -> None:
         def count(n_bytes: int) -> None:
@@ -210,10 +218,11 @@ class Jobs:
             self._end(job, "done", result)
         except _JobStoppedError:
             if job.id in self._cancelled:
-                self._cancelled.discard(job.id)
                 self._end(job, "cancelled", None)
             else:
                 self._put(replace(self.find(job.id) or job, starts=0))  # the server ends as it should
+        except sqlite3.Error as error:
+            self._end(job, "failed", {"problem": f"Cannot store the SHA-256 of a file: {error}. {_ROOM}"})
         except Exception as error:
             text = without_secrets(str(error) or type(error).__name__)
             if checkpoint is not None:  # clients are not told where the server has its files
@@ -243,6 +252,8 @@ class Jobs:
             self._stored_s = time.monotonic()
 
     def _end(self, job: Job, state: Any, result: dict[str, Any] | None) -> None:
-        with self._changed:
+        with self._storing:
             job = self._put(replace(self._jobs[job.id], state=state, result=result, ended_s=time.time()))
+            with self._changed:
+                self._cancelled.discard(job.id)
         self._log({"job": job.id, "kind": job.kind, "checkpoint": job.checkpoint, "state": state} | (result or {}))
