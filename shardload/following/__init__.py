@@ -33,6 +33,7 @@ from shardload.errors import (
     suggests_arguments,
 )
 from shardload.following.gate import Gate, StoppedError
+from shardload.interrupts import defer_interrupt
 from shardload.keras_bridge.model_state import plain_model
 from shardload.pipeline.load import is_joint
 from shardload.pipeline.request import RestoreRequest
@@ -83,6 +84,7 @@ def follow(
 
     Raises:
         UsageError: If an argument is of the wrong kind, or the model is none.
+        UnsupportedError: If the source is at an address that steps are not read from.
     """
     return Follower(model, source, which=which, every_s=every_s, host_memory_bytes=host_memory_bytes)
 
@@ -287,7 +289,8 @@ class Follower:
 
     @contextmanager
     def _swapping(self, info: StepInfo) -> Iterator[None]:
-        with self._gate.swapping():
+        # Without a Ctrl-C between the new weights and the number of their step.
+        with self._gate.swapping(), defer_interrupt():
             yield
             self._adopted = _Adopted(info, time.time() - info.saved_s)
 

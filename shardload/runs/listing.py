@@ -392,8 +392,8 @@ def _no_list(place: Location, wanted: str | int | None) -> Exception:
     if NAME.fullmatch(place.name):
         return SourceNotFoundError(f"There is no step at {url}: it has no {DIGESTS_FILE}. Check the address")
     return UnsupportedError(
-        f"{url} has no {DIGESTS_FILE}, so it is not a step itself, and this HTTP server does not list its files. "
-        f"Give the address of the step itself ({url}/100), or its number (step=100)"
+        f"{url} has no {DIGESTS_FILE}, so it is not a step itself, and the HTTP server shows no list of steps there. "
+        f"Check the address, or give that of the step itself ({url}/100)"
     )
 
 

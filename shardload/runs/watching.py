@@ -34,6 +34,8 @@ class StepWatch:
     """Finds the newest or the best step at a source, as soon as it is another one."""
 
     def __init__(self, source: str | os.PathLike[str], which: Literal["latest", "best"], *, every_s: float) -> None:
+        """Raise an `UnsupportedError` if the source is at an address that no store is for."""
+        remote_place(source)
         self.source, self._which, self._every_s = source, which, every_s
         self._state: Any = None
         self._settled: Any = None

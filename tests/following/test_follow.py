@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from small_regression import on_mesh, regression
 
 import shardload
 from shardload import restoring
-from shardload.errors import MismatchError, UsageError
+from shardload.errors import MismatchError, UnsupportedError, UsageError
 from shardload.following.gate import Gate
 from shardload.keras_bridge.variables import has_value
 from shardload.pipeline import load
@@ -116,6 +117,9 @@ def test_steps_of_a_server(folder, model):
                 assert eventually(lambda step=step: follower.step == step)
                 with follower.held():
                     assert weights(model) == published
+        absent = shardload.follow(model, f"{source}s", every_s=0)
+        assert absent.update() is None
+        assert "shows no list of steps there. Check the address" in absent.problem
         best = shardload.follow(model, source, which="best", every_s=0)
         assert best.update() is None
         assert "No step in" in best.problem
@@ -246,6 +250,25 @@ def test_what_fails_in_the_middle_of_a_swap_leaves_the_old_weights(folder, model
     assert follower.step == 1
     assert eventually(lambda: follower.update() == 2)
     assert weights(model) == published
+
+
+def test_ctrl_c_in_the_middle_of_a_swap_comes_after_it(folder, model, monkeypatch):
+    publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    follower.update()
+    published = publish(folder, 2)
+    assign = keras.Variable.assign
+
+    def interrupted(self, value):
+        if self is model.weights[-1]:
+            signal.raise_signal(signal.SIGINT)
+        return assign(self, value)
+
+    monkeypatch.setattr(keras.Variable, "assign", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        follower.update()
+    assert (follower.step, weights(model)) == (2, published)
+    assert follower.update() is None
 
 
 @keras.saving.register_keras_serializable("following")
@@ -566,6 +589,8 @@ def test_wrong_calls(folder, model):
         shardload.follow([1], folder)
     with pytest.raises(UsageError, match="Cannot follow 3: expected the folder"):
         shardload.follow(model, 3)
+    with pytest.raises(UnsupportedError, match="ftp://host/run, expected"):
+        shardload.follow(model, "ftp://host/run")
     follower = shardload.follow(model, folder, every_s=0)
     with follower.held() as step:
         assert step is None

@@ -298,7 +298,7 @@ def test_nothing_there(objects, store):
 
 
 def test_http_lists_nothing(store):
-    expect(UnsupportedError, store.http + "/run", "does not list its files", f"({store.http}/run/100)", "(step=100)")
+    expect(UnsupportedError, store.http + "/run", "shows no list of steps there", f"({store.http}/run/100)")
 
 
 def test_http_with_index_pages_lists_steps(store):

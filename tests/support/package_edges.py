@@ -38,7 +38,7 @@ _ALLOWED = {
     "adapting": "converting errors keras_bridge pipeline resolve typing units",
     "callbacks": "data errors keras_bridge pipeline processes reports restoring runs stores typing units",
     "comparing": "converting errors loaders manifest progress resolve transfer units",
-    "following": "errors keras_bridge pipeline processes restoring runs typing units",
+    "following": "errors interrupts keras_bridge pipeline processes restoring runs typing units",
     "loading": "adapting converting errors keras_bridge manifest pipeline processes progress reports resolve text "
     "typing",
     "accelerating": "errors keras_bridge layouts loaders loading mapping pipeline reports resolve sharding stores text",
