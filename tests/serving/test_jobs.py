@@ -358,7 +358,14 @@ def test_a_job_that_is_being_stored_keeps_nothing_else_waiting(folder):
 def test_a_prefetch_that_the_cache_does_not_store_is_not_done(bucket, tmp_path):
     options = ("--root", "s3://bucket/m", "--cache", tmp_path / "cache")
     with served(*options, env=bucket.environment()) as server:
-        (tmp_path / "cache" / "shardload-ranges-1" / "new").rmdir()
-        (tmp_path / "cache" / "shardload-ranges-1" / "new").write_text("in the way")
+        drafts = tmp_path / "cache" / "shardload-ranges-1" / "new"
+
+        def is_in_the_way():  # headers may still be on their way to the disk
+            shutil.rmtree(drafts, ignore_errors=True)
+            with contextlib.suppress(IsADirectoryError):
+                drafts.write_text("in the way")
+            return drafts.is_file()
+
+        eventually(is_in_the_way)
         job = ended(server, submit(server, "prefetch", "m")[1])
     assert job["state"] == "failed" and "did not store" in job["result"]["problem"]
