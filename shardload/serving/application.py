@@ -42,7 +42,7 @@ from shardload.serving.rack.answers import RemoteFiles
 from shardload.serving.roots.catalogue import Catalogue, ServedFile
 from shardload.serving.roots.remote_roots import RemoteCatalogue
 from shardload.serving.roots.scanning import RESERVED, ServedCheckpoint
-from shardload.serving.sending import send_bytes
+from shardload.serving.sending import send_bytes, wants_digest
 from shardload.serving.site.checkpoint_pages import ServerPages
 from shardload.serving.site.examining import Examiner
 from shardload.serving.site.forms import is_form
@@ -379,8 +379,9 @@ class Service:
                 self._sent(request, n_bytes)
                 noted(n_bytes)
 
+            sha256 = await asyncio.to_thread(self._jobs.sha256_of, key, found.tag) if wants_digest(request) else None
             return await send_bytes(
-                request, file, found, is_same=lambda fd: self.catalogue.is_same(fd, found), sent=sent
+                request, file, found, is_same=lambda fd: self.catalogue.is_same(fd, found), sent=sent, sha256=sha256
             )
 
     def _noted_load(self, request: web.Request, key: str) -> AbstractContextManager[Callable[[int], None]]:

@@ -255,7 +255,7 @@ def _folder() -> dict[str, Any]:
 def _file_answers() -> dict[str, Any]:
     whole = _folder()["content"] | _BYTES
     return {
-        "200": _answer("The whole file, or what is in a folder", whole),
+        "200": _answer("The whole file, with Repr-Digest if its SHA-256 is known, or what is in a folder", whole),
         "206": _answer("One range, or several as multipart/byteranges", _BYTES | _PARTS),
         "301": _answer("A folder: its address ends with a slash"),
         "304": _answer("The file still has the ETag of If-None-Match"),

@@ -11,6 +11,7 @@ the socket, still reaches the client: `sendfile` hands over the pages themselves
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -45,6 +46,7 @@ async def send_bytes(
     *,
     is_same: Callable[[int], bool],
     sent: Callable[[int], None],
+    sha256: str | None,
 ) -> web.StreamResponse:
     """Answer a request for bytes of an open file.
 
@@ -54,13 +56,21 @@ async def send_bytes(
         found: What the file was when it was opened.
         is_same: Whether the file with this descriptor is still what it was.
         sent: Called with the number of bytes of the file that were sent.
+        sha256: The SHA-256 of the whole file, in hexadecimal digits, if it is known.
     """
     body = _FileBody(request, file, is_same=is_same, sent=sent)
-    return await send_version(request, body, tag=found.tag, n_bytes=found.n_bytes, changed_s=found.changed_s)
+    return await send_version(
+        request, body, tag=found.tag, n_bytes=found.n_bytes, changed_s=found.changed_s, sha256=sha256
+    )
+
+
+def wants_digest(request: web.Request) -> bool:
+    """Whether a request is for the whole file, or asks for the digest of it."""
+    return "Range" not in request.headers or "Want-Repr-Digest" in request.headers
 
 
 async def send_version(
-    request: web.Request, body: Body, *, tag: str, n_bytes: int, changed_s: float
+    request: web.Request, body: Body, *, tag: str, n_bytes: int, changed_s: float, sha256: str | None = None
 ) -> web.StreamResponse:
     """Answer a request for bytes of one version of a file, as its conditions and ranges say.
 
@@ -70,10 +80,13 @@ async def send_version(
         tag: The ETag of the version, without quotes.
         n_bytes: The file's size.
         changed_s: When it was last changed, in seconds since 1970; 0 if that is not known.
+        sha256: The SHA-256 of the whole file, in hexadecimal digits, if it is known.
     """
     headers = {"ETag": f'"{tag}"', "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
     if changed_s:
         headers["Last-Modified"] = format_datetime(datetime.fromtimestamp(int(changed_s), UTC), usegmt=True)
+    if sha256 is not None:  # RFC 9530
+        headers["Repr-Digest"] = f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:"
     if not _fits(request.headers.getall("If-Match", []), tag, otherwise=True):
         return web.Response(status=412, headers=headers)
     # A proxy that compresses makes tags weak; for a copy that is compared as a whole, these are as good.

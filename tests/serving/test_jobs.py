@@ -1,6 +1,8 @@
 """Jobs of a server: verify and prefetch, their progress as events, and what is left of them after a restart."""
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import json
 import shutil
@@ -75,6 +77,19 @@ def test_files_are_compared_with_what_they_were_the_last_time(server):
     second = ended(server, submit(server, "verify", "models")[1])
     assert second["id"] != first["id"] and second["result"] == {"verdict": "verified", "problems": [], "notes": []}
     assert [each["id"] for each in asked(server, "GET")[1]["jobs"]][:2] == [first["id"], second["id"]]
+
+
+def test_a_digest_that_is_known_is_sent_along(folder):
+    name = "models/model.safetensors"
+    with served("--root", folder) as server:
+        assert server.get(f"/{name}", method="HEAD")[1]["Repr-Digest"] is None
+        ended(server, submit(server, "verify", "models")[1])
+        whole = server.get(f"/{name}")
+        digest = f"sha-256=:{base64.b64encode(hashlib.sha256(whole[2]).digest()).decode()}:"
+        assert whole[1]["Repr-Digest"] == server.get(f"/{name}", method="HEAD")[1]["Repr-Digest"] == digest
+        part = server.get(f"/{name}", Range="bytes=0-9", Want_Repr_Digest="sha-256=1")
+        assert (part[0], part[1]["Repr-Digest"]) == (206, digest)
+        assert server.get(f"/{name}", Range="bytes=0-9")[1]["Repr-Digest"] is None
 
 
 def test_steps_are_compared_with_their_digests(server, folder):

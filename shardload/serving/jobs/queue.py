@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +105,13 @@ class Jobs:
         """Return a job by its id."""
         with self._changed:
             return self._jobs.get(number)
+
+    def sha256_of(self, key: str, tag: str) -> str | None:
+        """Return the SHA-256 of a file in this version, if a job has computed it."""
+        with suppress(sqlite3.Error):
+            if (found := self._records.digest(key, tag)) is not None:
+                return found[0]
+        return None
 
     def submit(
         self, kind: JobKind, checkpoint: str, *, total_bytes: int, client: str, key: str | None = None
