@@ -93,6 +93,15 @@ _Peer = Annotated[
         show_default=False,
     ),
 ]
+_Pin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="NAME",
+        help="Checkpoint at an address that the cache keeps, however full it is. May be repeated.",
+        show_default=False,
+    ),
+]
 _RequestLog = Annotated[
     bool, typer.Option("--log-json", help="Log each request as one JSON object on stderr, not as a line of text.")
 ]
@@ -117,6 +126,7 @@ def serve(
     cache: options.CacheOption = None,
     cache_size: options.CacheSizeOption = None,
     peer: _Peer = None,
+    pin: _Pin = None,
 ) -> None:
     """Serve checkpoints over HTTP, so that other processes and machines load them from here.
 
@@ -135,6 +145,7 @@ def serve(
         raise typer.BadParameter("name at least one folder.", param_hint="--root")
     with options.use_cache(cache, cache_size), streams.results() as out:
         try:
+            from shardload.serving.rack.cache_contents import pin as pin_in_cache
             from shardload.serving.roots.catalogue import Catalogue
             from shardload.serving.roots.remote_roots import AddressRoot, RemoteCatalogue
             from shardload.serving.roots.scanning import summary
@@ -161,6 +172,8 @@ def serve(
         remote = [AddressRoot(partial(place_in_store, each)) for each in root or () if is_read_in_place(each)]
         catalogue = Catalogue(own, runs=run or (), may_be_empty=bool(remote))
         addresses = RemoteCatalogue(remote, taken=catalogue.names("") or {})
+        cache_used = current_cache() if addresses.roots else None
+        pin_in_cache(pin or (), addresses, cache_used)
         for line in (*catalogue.left_out(), *addresses.left_out()):
             streams.note(line)
         for problem in addresses.problems():
@@ -176,7 +189,7 @@ def serve(
                 log=log.note,
                 started=lambda address: out.text(f"{served} at {address}\n"),
                 addresses=addresses,
-                cache=current_cache() if addresses.roots else None,
+                cache=cache_used,
                 peers=tuple(peer or ()),
             )
         finally:

@@ -2,6 +2,7 @@
 
 Objects are removed by their last use, the oldest first. An object that the current load uses stays, even if the cache
 is full: if a checkpoint is larger than the cache, removing what was read first would leave nothing for the next start.
+So does what is pinned, in the version that was used last.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardload.stores import range_files
@@ -87,19 +88,22 @@ class Room:
     left: int
 
 
-def make_room(folder: CacheFolder, *, limit_bytes: int, used_before_s: float) -> Room:
+def make_room(folder: CacheFolder, *, limit_bytes: int, used_before_s: float, pinned: Iterable[str] = ()) -> Room:
     """Remove ranges until at most ``limit_bytes`` are left.
 
-    Objects that were used at ``used_before_s`` (seconds since 1970) or later are kept.
+    Objects that were used at ``used_before_s`` (seconds since 1970) or later are kept, and those at or below the
+    addresses ``pinned``.
     """
     with _locked(folder):
         now_s = time.time()
         found = [_not_later(folder, each, now_s=now_s) for each in stored_objects(folder)]
+        kept = {each.folders for each in latest(found) if any(_is_at(each, address) for address in pinned)}
         total = left = sum(each.n_bytes for each in found)
         for each in reversed(found):
             if left <= limit_bytes or each.used_s > used_before_s - _MARGIN_S:
                 break
-            left -= _remove(folder, each, most_bytes=left - limit_bytes)
+            if each.folders not in kept:
+                left -= _remove(folder, each, most_bytes=left - limit_bytes)
         return Room(total - left, left)
 
 
@@ -152,6 +156,14 @@ def _is_at(each: StoredObject, address: str | None) -> bool:
         return True
     place = "" if each.described is None else each.described.address
     return place == address or place.startswith(f"{address.rstrip('/')}/")
+
+
+def latest(found: Iterable[StoredObject]) -> list[StoredObject]:
+    """Return the version of each object that was used last, given all by their last use, the latest first."""
+    versions: dict[str, StoredObject] = {}
+    for each in found:
+        versions.setdefault(each.folders[0], each)
+    return list(versions.values())
 
 
 def remove_leftovers(folder: CacheFolder) -> None:

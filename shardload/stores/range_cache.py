@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,6 +144,8 @@ class RangeCache:
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         """Open or create the cache; raise `UsageError` if others than the user may write to the folder."""
         self.folder, self.limit_bytes = CacheFolder(directory), limit_bytes
+        self.pinned: Callable[[], Collection[str]] = tuple
+        """Returns addresses: what is at or below them is never removed to make room by this process."""
         self._listed: dict[CachedObject, _Listed] = {}
         self._traffic = CacheTraffic()
         self._lock = threading.Lock()
@@ -368,13 +370,20 @@ class _Writer:
         if self._total + size <= limit:
             return True
         self._full_for_s = max(self._full_for_s, task.used_since_s)
+        pinned = " with what is pinned" if self._cache.pinned() else ""
         self._cache.note(
             f"the cache {self._cache.folder.path} is full: what this load reads does not fit in {format_bytes(limit)}"
+            f"{pinned}"
         )
         return False
 
     def _bytes_after(self, limit_bytes: int, task: _Task) -> int:
-        found = make_room(self._cache.folder, limit_bytes=limit_bytes, used_before_s=task.used_since_s)
+        found = make_room(
+            self._cache.folder,
+            limit_bytes=limit_bytes,
+            used_before_s=task.used_since_s,
+            pinned=self._cache.pinned(),
+        )
         self._cache.removed(found.removed)
         return found.left
 

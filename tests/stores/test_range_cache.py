@@ -268,6 +268,22 @@ def test_what_the_load_itself_uses_stays(tmp_path):
     assert "etag 3" in {each.described.version for each in stored_objects(cache.folder)}
 
 
+def test_what_is_pinned_stays_in_the_version_that_was_used_last(tmp_path):
+    cache, other = RangeCache(tmp_path, 3_500_000), CachedObject("s3://bucket/models", "etag", len(DATA))
+    before, now, new = versions(3)
+    cache.pinned = lambda: ["s3://bucket/model"]  # not s3://bucket/models
+    for found, seconds in [(before, 300), (now, 200), (other, 100)]:
+        keep(cache, 0, len(DATA), found=found)
+        age(cache, found, seconds)
+    keep(cache, 0, len(DATA), found=CachedObject("s3://x", "etag", len(DATA)), since=time.time() - 10)
+    assert [each.described for each in stored_objects(cache.folder)][1:] == [other, now]
+    keep(cache, 0, len(DATA), found=CachedObject("s3://y", "etag", len(DATA)), since=time.time() - 10)
+    assert [each.described for each in stored_objects(cache.folder)][2:] == [now]
+    cache.pinned = lambda: ["s3:/"]
+    keep(cache, 0, len(DATA), found=new, since=time.time() + 10)
+    assert cache.traffic.notes[-1].endswith("does not fit in 3.3 MiB with what is pinned")
+
+
 def test_a_range_is_read_though_it_is_removed_meanwhile(cache, monkeypatch):
     keep(cache, 0, len(DATA))
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from aiohttp import web
 from shardload.errors import ShardloadError, SourceNotFoundError, UsageError, WriteError
 from shardload.serving.metrics import Metrics
 from shardload.serving.rack.blocks import FILE_BLOCK_BYTES, FileBlocks
+from shardload.serving.rack.cache_contents import CacheContents
 from shardload.serving.rack.peers import DIGEST_HEADER, FETCH, PEER_HEADER, FileBlock, Peers, digest_of
 from shardload.serving.ranges import UnsatisfiableError, parse_ranges
 from shardload.serving.roots.pinned_files import PinnedFile, PinnedFiles
@@ -28,9 +29,7 @@ from shardload.serving.roots.remote_roots import RemoteCatalogue
 from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.serving.sending import Body, send_version
 from shardload.stores.answers import ChangedError
-from shardload.stores.cache_space import stored_objects
 from shardload.stores.range_cache import RangeCache
-from shardload.stores.range_files import segment_of
 from shardload.units import exact_bytes
 
 _SLICE_BYTES = 256 << 10
@@ -40,8 +39,6 @@ _STALL_BYTES = 16 << 20
 """A client must take so many bytes in this time, as of files on this machine."""
 _LIST_WAIT_S = 10.0
 """How long a request waits until addresses are listed again; then what was found before counts."""
-_COUNTED_S = 10.0
-"""How long a count of what is in the cache is used."""
 
 
 class RemoteFiles:
@@ -59,16 +56,16 @@ class RemoteFiles:
     ) -> None:
         """``log`` gets errors that no request shows; ``peers`` are addresses of servers of the same files."""
         self.catalogue, self._metrics, self._log = catalogue, metrics, log
-        self._peers = Peers(peers, own_id=server_id, note_error=self._note_error)
-        self.blocks = FileBlocks(metrics, cache=cache, note_error=self._note_error, peers=self._peers)
+        self.peers = Peers(peers, own_id=server_id, note_error=self._note_error)
+        self.blocks = FileBlocks(metrics, cache=cache, note_error=self._note_error, peers=self.peers)
+        self.cached = CacheContents(cache)
         self._pins = PinnedFiles(lambda error: self._note_error("source", str(error)))
         self._refreshing: asyncio.Task[None] | None = None
-        self._counted: tuple[float, Mapping[str, int]] = (-_COUNTED_S, {})
 
     async def ended(self, application: web.Application) -> None:
         """Stop what runs in threads; an application calls it at its end."""
         self.blocks.close()
-        await self._peers.close()
+        await self.peers.close()
 
     async def look_for(self, key: str) -> None:
         """List the addresses again if a file or folder is not known, or a list of names is old."""
@@ -121,7 +118,7 @@ class RemoteFiles:
 
     def facts(self, found: ServedCheckpoint) -> dict[str, Any]:
         """Return where a checkpoint is fetched from, and how much of it is in the cache; waits for the disk."""
-        return {} if found.source is None else {"source": found.source, "cached_bytes": self._cached_bytes(found)}
+        return {} if found.source is None else {"source": found.source, "cached_bytes": self.cached.bytes_of(found)}
 
     def count_removed(self) -> None:
         """Have the metrics say what the cache has removed to make room."""
@@ -174,21 +171,6 @@ class RemoteFiles:
         body = _BlockBody(request, file, self.blocks, wish, sent=sent, failed=self._note_failure)
         with self.blocks.reading():
             return await send_version(request, body, tag=file.tag, n_bytes=file.n_bytes, changed_s=file.changed_s)
-
-    def _cached_bytes(self, found: ServedCheckpoint) -> int:
-        if (cache := self.blocks.cache) is None or found.source is None:
-            return 0
-        counted_s, counts = self._counted
-        if time.monotonic() > counted_s + _COUNTED_S:
-            counts = defaultdict(int)
-            for each in stored_objects(cache.folder):
-                if (found_object := each.described) is not None:
-                    segments = (segment_of(name, found_object.size) for name, _ in each.ranges)
-                    counts[found_object.address] += sum(stop - start for start, stop in filter(None, segments))
-            self._counted = time.monotonic(), counts
-        inside = f"{found.source}/"
-        n_bytes = sum(n for address, n in counts.items() if address == found.source or address.startswith(inside))
-        return min(n_bytes, found.n_bytes)  # other versions may be there, too
 
     def _note_failure(self, file: PinnedFile, error: ShardloadError) -> None:
         if isinstance(error, ChangedError):

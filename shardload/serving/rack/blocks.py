@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardload.serving.metrics import Metrics
+from shardload.serving.rack.cache_contents import IN_USE_S
 from shardload.serving.rack.peers import FileBlock, Peers, digest_of
 from shardload.serving.roots.pinned_files import PinnedFile
 from shardload.stores.range_cache import RangeCache
@@ -34,8 +35,6 @@ _MOST_AHEAD = 4
 """Most blocks that a response fetches in advance."""
 _WRITE_WAIT_S = 5.0
 """How long a block waits for a disk that does not keep up; then it is not stored."""
-_IN_USE_S = 120.0
-"""What was used in the last so many seconds is not removed from the cache: the cache notes uses once a minute."""
 _IN_USE_STEP_S = 10.0
 """A cache that is full of what is in use looks so often whether that has changed."""
 
@@ -279,7 +278,7 @@ class FileBlocks:
     def _keep(self, file: PinnedFile, start: int, data: memoryview) -> None:
         assert self.cache is not None
         assert file.stored is not None
-        since_s = time.time() // _IN_USE_STEP_S * _IN_USE_STEP_S - _IN_USE_S
+        since_s = time.time() // _IN_USE_STEP_S * _IN_USE_STEP_S - IN_USE_S
         self.cache.keep(file.stored, start, data, used_since_s=since_s, wait_s=_WRITE_WAIT_S)
 
 
