@@ -43,6 +43,7 @@ from shardload.serving.roots.catalogue import Catalogue, ServedFile
 from shardload.serving.roots.remote_roots import RemoteCatalogue
 from shardload.serving.roots.scanning import RESERVED, ServedCheckpoint
 from shardload.serving.sending import send_bytes, wants_digest
+from shardload.serving.site.cache_pages import CachePages
 from shardload.serving.site.checkpoint_pages import ServerPages
 from shardload.serving.site.examining import Examiner
 from shardload.serving.site.forms import is_form
@@ -162,6 +163,7 @@ class Service:
             page_s=page_s,
         )
         self._job_pages = JobPages(self._jobs, self._job_requests, self._page_of)
+        self._cache_pages = CachePages(self.remote, self.metrics, self._all_checkpoints)
         self.examiner = Examiner(access.own_token)
         self.site = ServerPages(catalogue, self.examiner, self.loads, self._refresh_old)
 
@@ -180,6 +182,7 @@ class Service:
         found.router.add_get("/api/v1/checkpoints", self._checkpoints)
         self._job_requests.add_routes(found.router)
         self._job_pages.add_routes(found.router)
+        self._cache_pages.add_routes(found.router)
         self.announcing.add_routes(found.router)
         self.site.add_routes(found.router)
         self.sign_in.add_routes(found.router)

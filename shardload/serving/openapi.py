@@ -96,6 +96,59 @@ _ENTRY = {
 }
 
 
+_COUNT = {"type": "integer", "minimum": 0}
+_COUNTS = {"type": "object", "additionalProperties": _COUNT}
+_MOMENT = {"type": ["number", "null"], "description": "Seconds since 1970"}
+_CACHED = {
+    "type": "object",
+    "required": ["name", "source", "bytes", "cached_bytes", "used_s", "is_in_use", "is_pinned"],
+    "properties": {
+        "name": {"type": "string", "description": "Its address below the server's"},
+        "source": {"type": "string"},
+        "bytes": _COUNT,
+        "cached_bytes": _COUNT,
+        "used_s": _MOMENT,
+        "is_in_use": {"type": "boolean", "description": "It was used in the last two minutes, and so is not removed"},
+        "is_pinned": {"type": "boolean", "description": "By --pin: it is not removed"},
+    },
+}
+_PEER = {
+    "type": "object",
+    "required": ["url", "state", "since_s", "answered_s", "blocks", "bytes", "problem"],
+    "properties": {
+        "url": {"type": "string"},
+        "state": {"enum": ["this server", "reachable", "left out", "not asked"]},
+        "since_s": _MOMENT,
+        "answered_s": _MOMENT,
+        "blocks": _COUNT,
+        "bytes": _COUNT,
+        "problem": {"type": ["string", "null"], "description": "Why it is left out"},
+    },
+}
+_CACHE = {
+    "type": "object",
+    "required": ["cache", "blocks", "received_bytes", "peers"],
+    "properties": {
+        "cache": {
+            "type": ["object", "null"],
+            "required": ["folder", "limit_bytes", "used_bytes", "removed_bytes", "is_on", "notes", "checkpoints"],
+            "properties": {
+                "folder": {"type": "string"},
+                "limit_bytes": _COUNT,
+                "used_bytes": _COUNT,
+                "removed_bytes": _COUNT | {"description": "To make room, since the server started"},
+                "is_on": {"type": "boolean", "description": "Whether it stores more"},
+                "notes": {"type": "array", "items": {"type": "string"}},
+                "checkpoints": {"type": "array", "items": _CACHED},
+            },
+        },
+        "blocks": _COUNTS,
+        "received_bytes": _COUNTS,
+        "peers": {"type": "array", "items": _PEER},
+    },
+}
+
+
 def document() -> dict[str, Any]:
     """Return the description of all addresses."""
     return {
@@ -135,6 +188,8 @@ def document() -> dict[str, Any]:
             | _posted(
                 "Start or cancel a job", ("kind", "checkpoint", "cancel"), _job_refusals(_TEXT | _PAGE), is_open=False
             ),
+            "/api/v1/cache": _only("get", "The cache, and the peers", {"200": _object(_CACHE)}),
+            "/ui/cache": _only("get", "The same as a page", {"200": _answer("A page", _PAGE)}),
             "/ui/sign-in": _only("get", "The form that takes a token", {"200": _answer("A page", _PAGE)}, is_open=True)
             | _posted(
                 "Begin a session of a browser",

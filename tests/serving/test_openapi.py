@@ -29,10 +29,22 @@ def test_every_address_is_described(root):
 CASES = [
     *(
         (path, {})
-        for path in ("/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/api/v1/server", "/api/v1/loads")
+        for path in (
+            "/",
+            "/healthz",
+            "/readyz",
+            "/metrics",
+            "/openapi.json",
+            "/api/v1/server",
+            "/api/v1/loads",
+            "/api/v1/cache",
+        )
     ),
     *((path, {}) for path in ("/api/v1/checkpoints", "/models", "/models/", "/missing")),
-    *((f"/ui/{name}", {}) for name in ("site.css", "site.js", "table.js", "icon.svg", "loads", "sign-in")),
+    *(
+        (f"/ui/{name}", {})
+        for name in ("site.css", "site.js", "table.js", "icon.svg", "loads", "jobs", "cache", "sign-in")
+    ),
     ("/", {"Accept": "application/json"}),
     ("/models/", {"Accept": "application/json"}),
     *(("/models/model.safetensors", {"Range": ranges}) for ranges in ("bytes=0-", "bytes=0-0,2-2", "bytes=1000-")),

@@ -19,6 +19,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -88,6 +89,27 @@ class _Peer:
         self.down_s = 0.0
         """For how long it was left out last; 0 if it has answered since."""
         self.asking: asyncio.Task[None] | None = None
+        self.changed_s: float | None = None
+        """When it was reached first, or left out first, since the other happened; in seconds since 1970."""
+        self.answered_s: float | None = None
+        """When it sent its id or a block last, in seconds since 1970."""
+        self.n_blocks = self.n_bytes = 0
+        """What it has sent."""
+        self.problem: str | None = None
+        """Why it is left out."""
+
+    def to_json(self, own_id: str) -> dict[str, Any]:
+        """Return the state of the peer as a dict for JSON."""
+        known = "this server" if self.id == own_id else "reachable"
+        return {
+            "url": self.url,
+            "state": known if self.id is not None else "left out" if self.problem else "not asked",
+            "since_s": self.changed_s,
+            "answered_s": self.answered_s,
+            "blocks": self.n_blocks,
+            "bytes": self.n_bytes,
+            "problem": self.problem,
+        }
 
 
 class Peers:
@@ -107,6 +129,11 @@ class Peers:
 
     def __bool__(self) -> bool:
         return bool(self._peers)
+
+    async def to_json(self) -> list[dict[str, Any]]:
+        """Return the state of each peer as a dict for JSON; who was not reached yet is asked for its id."""
+        await asyncio.gather(*map(self._meet, self._peers))
+        return [each.to_json(self.own_id) for each in self._peers]
 
     async def fetched(self, file: PinnedFile, start: int, stop: int) -> FileBlock | None:
         """Return a block of a file from the server that is to fetch it; ``None`` if this is the one, or others fail."""
@@ -166,14 +193,19 @@ class Peers:
                 found = json.loads(await answer.content.readexactly(answer.content_length or 0)).get("id")
                 if not isinstance(found, str) or not 0 < len(found) <= 64:
                     raise _FailedError("it is no shardload serve of this version", is_down=True)
-            peer.id = found
+            peer.id, peer.problem = found, None
+            peer.changed_s = peer.answered_s = time.time()
         except (*_FAILURES, AttributeError) as error:
-            self._note_error("peer", f"{peer.url} is left out: {error or 'it is silent'}")
-            self._leave_out(peer)
+            self._leave_out(peer, f"{peer.url} is left out", error)
         finally:
             peer.asking = None
 
-    def _leave_out(self, peer: _Peer) -> None:
+    def _leave_out(self, peer: _Peer, what: str, error: Exception) -> None:
+        why = str(error) or "it is silent"
+        self._note_error("peer", f"{what}: {why}")
+        if peer.problem is None:
+            peer.changed_s = time.time()
+        peer.problem = why
         if time.monotonic() >= peer.up_s:  # else others have found it, too
             peer.down_s = min(_LONGEST_DOWN_S, 2 * peer.down_s or _DOWN_S)
             peer.up_s = time.monotonic() + peer.down_s
@@ -184,11 +216,14 @@ class Peers:
         try:
             found = await self._asked(peer, file, start, stop, wish)
         except _FAILURES as error:
-            self._note_error("peer", f"{peer.url} did not send a block of {file.shown}: {error or 'it is silent'}")
+            what = f"{peer.url} did not send a block of {file.shown}"
             if not isinstance(error, _FailedError) or error.is_down:
-                self._leave_out(peer)
+                self._leave_out(peer, what, error)
+            else:
+                self._note_error("peer", f"{what}: {error}")
             return None
-        peer.down_s = 0.0
+        peer.down_s, peer.answered_s = 0.0, time.time()
+        peer.n_blocks, peer.n_bytes = peer.n_blocks + 1, peer.n_bytes + len(found.data)
         return found
 
     async def _has(self, peer: _Peer, file: PinnedFile, start: int, stop: int) -> bool:
@@ -199,8 +234,7 @@ class Peers:
             ):
                 return answer.status == 200
         except _FAILURES as error:
-            self._note_error("peer", f"{peer.url} is left out: {error or 'it is silent'}")
-            self._leave_out(peer)
+            self._leave_out(peer, f"{peer.url} is left out", error)
             return False
 
     async def _asked(self, peer: _Peer, file: PinnedFile, start: int, stop: int, wish: str) -> FileBlock:

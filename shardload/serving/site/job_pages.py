@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 from urllib.parse import quote
@@ -20,7 +19,7 @@ from shardload.serving.jobs.records import JOB_KINDS, Job, JobKind
 from shardload.serving.jobs.requests import JOBS_PATH, JobRequests
 from shardload.serving.limits import client_of
 from shardload.serving.site.forms import form_fields
-from shardload.serving.site.pages import JOBS_PAGE, answer, page
+from shardload.serving.site.pages import JOBS_PAGE, answer, moment, page
 from shardload.units import format_bytes, format_seconds, plural
 
 _MOST_ENDED = 50
@@ -111,11 +110,10 @@ def jobs_page(jobs: list[Job], path_of: Callable[[str], str]) -> str:
 def _item(job: Job, path: str) -> str:
     name, kind = escaped(job.checkpoint), job.kind.capitalize()
     of = f"{format_bytes(job.done_bytes)} of {format_bytes(job.total_bytes)}"
-    asked = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(job.created_s))
     # A job that is done has passed over the few bytes that need no check.
     facts = [
         format_bytes(job.total_bytes) if job.state == "done" else of,
-        f'asked for at <time datetime="{asked.replace(" ", "T")}Z">{asked} UTC</time>',
+        f"asked for at {moment(job.created_s)}",
     ]
     if job.ended_s is not None:
         facts.append(f"ended after {format_seconds(max(0.0, job.ended_s - job.created_s))}")

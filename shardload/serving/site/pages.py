@@ -8,6 +8,7 @@ it that is not escaped.
 from __future__ import annotations
 
 import html
+import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
 from typing import TypeVar
@@ -25,8 +26,8 @@ UI = "/ui"
 STYLE_PATH, SCRIPT_PATH, TABLE_PATH, ICON_PATH = (
     f"{UI}/{name}" for name in ("site.css", "site.js", "table.js", "icon.svg")
 )
-LOADS_PATH, JOBS_PAGE, SIGN_IN_PATH, SIGN_OUT_PATH = (
-    f"{UI}/{name}" for name in ("loads", "jobs", "sign-in", "sign-out")
+LOADS_PATH, JOBS_PAGE, CACHE_PAGE, SIGN_IN_PATH, SIGN_OUT_PATH = (
+    f"{UI}/{name}" for name in ("loads", "jobs", "cache", "sign-in", "sign-out")
 )
 OPEN_PATHS = (SIGN_IN_PATH, SIGN_OUT_PATH, STYLE_PATH, ICON_PATH)
 """What needs no token: the form that takes one, and what it looks like."""
@@ -57,7 +58,13 @@ _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#0550ae" d="M1 1h6v6H1z"/>'
     '<path fill="#6ea8fe" d="M9 1h6v6H9zM1 9h6v6H1z"/><path fill="#f4a582" d="M9 9h6v6H9z"/></svg>'
 )
-_PAGES = (("/", "Checkpoints"), (LOADS_PATH, "Loads"), (JOBS_PAGE, "Jobs"), (SIGN_IN_PATH, "Session"))
+_PAGES = (
+    ("/", "Checkpoints"),
+    (LOADS_PATH, "Loads"),
+    (JOBS_PAGE, "Jobs"),
+    (CACHE_PAGE, "Cache"),
+    (SIGN_IN_PATH, "Session"),
+)
 """Address and title of the pages that each page links to. What the server has later gets a line here."""
 
 
@@ -76,6 +83,12 @@ def answer(text: str, *, status: int = 200) -> web.Response:
     """Return a response with a page that may run the server's scripts."""
     headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "private, no-cache"}
     return web.Response(text=text, status=status, content_type="text/html", headers=headers)
+
+
+def moment(seconds: float) -> str:
+    """Return the HTML of a point in time, given in seconds since 1970."""
+    text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    return f'<time datetime="{text.replace(" ", "T")}Z">{text} UTC</time>'
 
 
 def static(path: str) -> web.Response:
