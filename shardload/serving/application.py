@@ -23,9 +23,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from typing import Any
-from urllib.parse import quote
 
 from aiohttp import web
 
@@ -39,6 +39,7 @@ from shardload.serving.limits import RequestRate, client_of
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
 from shardload.serving.rack.answers import RemoteFiles
+from shardload.serving.roots.all_roots import AllRoots
 from shardload.serving.roots.catalogue import Catalogue, ServedFile
 from shardload.serving.roots.remote_roots import RemoteCatalogue
 from shardload.serving.roots.scanning import RESERVED, ServedCheckpoint
@@ -49,7 +50,7 @@ from shardload.serving.site.examining import Examiner
 from shardload.serving.site.forms import is_form
 from shardload.serving.site.job_pages import JobPages
 from shardload.serving.site.live_loads import LiveLoads
-from shardload.serving.site.pages import OPEN_PATHS, answer, checkpoint_path, folder_page, home_page
+from shardload.serving.site.pages import OPEN_PATHS, answer, folder_page, home_page
 from shardload.serving.site.sign_in import SignIn
 from shardload.stores.handed import SERVER_PATH
 from shardload.stores.range_cache import RangeCache
@@ -143,7 +144,8 @@ class Service:
         self.remote = RemoteFiles(
             addresses or RemoteCatalogue(()), self.metrics, log, cache=cache, peers=peers, server_id=self._id
         )
-        self.loads = LiveLoads(catalogue)
+        self.roots = AllRoots(catalogue, self.remote.catalogue)
+        self.loads = LiveLoads(self.roots)
         self.sign_in = SignIn(
             access.allows, is_needed=bool(access.tokens), failed=self.metrics.errors.labels("token").inc
         )
@@ -162,10 +164,12 @@ class Service:
             is_ending=lambda: self.is_ending,
             page_s=page_s,
         )
-        self._job_pages = JobPages(self._jobs, self._job_requests, self._page_of)
-        self._cache_pages = CachePages(self.remote, self.metrics, self._all_checkpoints)
+        self._job_pages = JobPages(self._jobs, self._job_requests)
+        self._cache_pages = CachePages(self.remote, self.metrics, self.roots.checkpoints)
         self.examiner = Examiner(access.own_token)
-        self.site = ServerPages(catalogue, self.examiner, self.loads, self._refresh_old)
+        self.site = ServerPages(
+            self.roots, self.examiner, self.loads, refresh=self._look_for, remote_tags=self.remote.tags
+        )
 
     def application(self) -> web.Application:
         """Return the application, which `aiohttp.web.AppRunner` runs."""
@@ -197,11 +201,8 @@ class Service:
 
     async def _look_for(self, checkpoint: str) -> None:
         await self._refresh_old(checkpoint)
-        if not self._is_own(checkpoint):
+        if not self.roots.is_own(checkpoint):
             await self.remote.look_for(checkpoint)
-
-    def _page_of(self, checkpoint: str) -> str:
-        return checkpoint_path(checkpoint) if self._is_own(checkpoint) else f"/{quote(checkpoint)}"
 
     @web.middleware
     async def _watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -294,7 +295,7 @@ class Service:
         return _text("ok\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self.metrics.checkpoints.set(len(self._all_checkpoints()))
+        self.metrics.checkpoints.set(len(self.roots.checkpoints()))
         self.remote.count_removed()
         return web.Response(body=self.metrics.text(), headers={"Content-Type": _METRICS_KIND})
 
@@ -311,25 +312,7 @@ class Service:
         return await asyncio.to_thread(self._checkpoint_list)
 
     def _checkpoint_list(self) -> web.Response:
-        return _json({"checkpoints": [_described(each) | self.remote.facts(each) for each in self._all_checkpoints()]})
-
-    def _all_checkpoints(self) -> list[ServedCheckpoint]:
-        remote = (each for each in self.remote.catalogue.checkpoints() if not self._is_own(each.name))
-        return sorted((*self.catalogue.checkpoints(), *remote), key=lambda each: each.name)
-
-    def _names(self, folder: str) -> dict[str, bool] | None:
-        """Return what is in a folder: at the top, what is on this machine hides what has the same name elsewhere."""
-        own = self.catalogue.names(folder)
-        if self._is_own(folder):
-            return own
-        other = self.remote.catalogue.names(folder)
-        return other if folder or own is None else dict(sorted(((other or {}) | own).items()))
-
-    def _is_own(self, key: str) -> bool:
-        return self.catalogue.has_top(key.partition("/")[0])
-
-    def _is_remote(self, key: str) -> bool:
-        return not self._is_own(key) and self.remote.catalogue.has_top(key.partition("/")[0])
+        return _json({"checkpoints": [_described(each) | self.remote.facts(each) for each in self.roots.checkpoints()]})
 
     async def _refresh_old(self, key: str = "") -> None:
         if await asyncio.to_thread(self.catalogue.is_old, key):
@@ -359,14 +342,15 @@ class Service:
         key = request.match_info["key"]
         folder = key.removesuffix("/")
         # Of a file, it is seen when it is opened whether it changed; what is at an address is in no folder.
-        if self.catalogue.file(key) is None and not self._is_remote(key):
+        if self.catalogue.file(key) is None and not self.roots.is_remote(key):
             await self._refresh_old(key)
-        if not self._is_own(folder):
+        if not self.roots.is_own(folder):
             await self.remote.look_for(folder)
-        if self._names(folder) is not None and not key.startswith("/"):
+        if self.roots.names(folder) is not None and not key.startswith("/"):
             return await asyncio.to_thread(self._folder, request, folder)
-        if not self._is_own(key):
-            answer = await self.remote.answer(request, key, lambda n_bytes: self._sent(request, n_bytes, "address"))
+        if not self.roots.is_own(key):
+            with self._noted_load(request, key) as noted:
+                answer = await self.remote.answer(request, key, partial(self._sent, request, noted, "address"))
             if answer is not None:
                 return answer
         if (opened := await self._opened(key)) is None:
@@ -377,11 +361,7 @@ class Service:
             raise web.HTTPNotFound(text="There is no such file.\n")
         descriptor, found = opened
         with FileIO(descriptor) as file, self._noted_load(request, key) as noted:
-
-            def sent(n_bytes: int) -> None:
-                self._sent(request, n_bytes)
-                noted(n_bytes)
-
+            sent = partial(self._sent, request, noted, "disk")
             sha256 = await asyncio.to_thread(self._jobs.sha256_of, key, found.tag) if wants_digest(request) else None
             return await send_bytes(
                 request, file, found, is_same=lambda fd: self.catalogue.is_same(fd, found), sent=sent, sha256=sha256
@@ -407,24 +387,25 @@ class Service:
             raise web.HTTPServiceUnavailable(text="The file cannot be opened now.\n") from error
         return found
 
-    def _sent(self, request: web.Request, n_bytes: int, source: str = "disk") -> None:
+    def _sent(self, request: web.Request, noted: Callable[[int], None], source: str, n_bytes: int) -> None:
+        noted(n_bytes)
         request[_SENT] += n_bytes
         self.metrics.sent.labels(source).inc(n_bytes)
 
     def _folder(self, request: web.Request, folder: str) -> web.Response:
         if not request.path.endswith("/"):
             raise web.HTTPMovedPermanently(f"{request.rel_url.raw_path}/")
-        names = self._names(folder) or {}
+        names = self.roots.names(folder) or {}
         if request.headers.get("Accept", "").partition(",")[0].strip() == "application/json":
             entries = [self._entry(name, f"{folder}/{name}".lstrip("/")) for name in names]
             return _json({"entries": entries})
         if folder:
             return web.Response(text=folder_page(folder, names), content_type="text/html")
         match = request.query.get("match", "")[:200]
-        return answer(home_page(names, self._all_checkpoints(), match=match))
+        return answer(home_page(names, self.roots.checkpoints(), match=match))
 
     def _entry(self, name: str, key: str) -> dict[str, Any]:
-        if self._is_own(key):
+        if self.roots.is_own(key):
             if (file := self.catalogue.file(key)) is not None:
                 return {"name": name, "kind": "file", "size": file.n_bytes, "etag": file.tag}
         elif (listed := self.remote.catalogue.file(key)) is not None:

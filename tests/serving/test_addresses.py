@@ -370,3 +370,33 @@ def test_a_bucket_that_is_down_at_the_start(bucket, big, tmp_path):
         bucket.status.clear()
         eventually(lambda: server.get("/readyz")[0] == 200)
         assert server.get("/m/model.safetensors")[2] == big
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_pages_and_loads_of_what_is_at_an_address(bucket, big, tmp_path, scheme):
+    root = {"s3": bucket.s3, "http": bucket.http}[scheme] + "/models"
+    bucket.has_index = True
+    with serving(bucket, "--cache", tmp_path / "cache", root=root) as server:
+        home = server.get("/")[2].decode()
+        assert 'href="/ui/checkpoints/m"' in home
+        page = server.get("/ui/checkpoints/m")[2].decode()
+        assert root in page and "20.0 MiB" in page
+        [tensor] = json.loads(server.get("/api/v1/checkpoints/m/tensors")[2])["tensors"]
+        assert (tensor["name"], tensor["shape"]) == ("x", [20 * MIB + 77])
+        assert 'value="prefetch"' in page and 'value="verify"' not in page
+        assert server.get("/ui/checkpoints/none")[0] == 404
+        server.get(BIG)
+        [load] = json.loads(server.get("/api/v1/loads")[2])["loads"]
+        assert (load["checkpoint"], load["sent"]) == ("m", len(big))
+
+
+def test_a_page_shows_what_a_file_is_now(bucket):
+    with serving(bucket) as server:
+
+        def shape():
+            [tensor] = json.loads(server.get("/api/v1/checkpoints/m/tensors")[2])["tensors"]
+            return tensor["shape"]
+
+        assert shape() == [20 * MIB + 77]
+        save_file(array(7, 10 * MIB), bucket.folder / "models" / BIG[1:])
+        assert eventually(lambda: shape() == [10 * MIB])

@@ -94,11 +94,16 @@ def test_a_slow_client_has_no_copy_of_the_answer(tmp_path):
     log, answer = [], CountedBytes(json.dumps("x" * (64 << 20)).encode())
     service = Service(Catalogue([tmp_path]), Access(), log.append, page_s=0.5)
 
-    async def refresh():
+    async def refresh(name):
         pass
 
+    async def remote_tags(keys):
+        return []
+
     async def run():
-        service.site = ServerPages(service.catalogue, ReadyExaminer(answer), service.loads, refresh)
+        service.site = ServerPages(
+            service.roots, ReadyExaminer(answer), service.loads, refresh=refresh, remote_tags=remote_tags
+        )
         async with TestClient(TestServer(service.application())) as client:
             with socket.socket() as slow:
                 slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

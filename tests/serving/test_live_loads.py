@@ -65,7 +65,7 @@ def eventually(found):
     return value
 
 
-def catalogue(**steps):
+def roots(**steps):
     run = SimpleNamespace(name="run", kind="run", n_bytes=100)
     file = SimpleNamespace(name="a.gguf", kind="file", n_bytes=10)
     found = {"run": run, "a.gguf": file}
@@ -77,7 +77,7 @@ def catalogue(**steps):
 
 def test_loads_are_told_apart_by_client_checkpoint_and_step():
     now = [0.0]
-    live = LiveLoads(catalogue(), lambda: now[0])
+    live = LiveLoads(roots(), lambda: now[0])
     for client, key, count in (
         ("a", "run/7/meta", 20),
         ("a", "run/7/data/x", 5),
@@ -102,7 +102,7 @@ def test_loads_are_told_apart_by_client_checkpoint_and_step():
 
 def test_a_load_has_a_rate_and_ends_after_a_pause():
     now = [0.0]
-    live = LiveLoads(catalogue(), lambda: now[0])
+    live = LiveLoads(roots(), lambda: now[0])
     with live.reading("a", "a.gguf") as sent:
         for now[0] in (1.0, 1.05, 2.0):
             sent(1000)
@@ -125,7 +125,7 @@ def test_a_load_has_a_rate_and_ends_after_a_pause():
 
 
 def test_very_many_clients_are_not_all_kept():
-    live = LiveLoads(catalogue(), lambda: 0.0)
+    live = LiveLoads(roots(), lambda: 0.0)
     with live.reading("first", "a.gguf"):
         for i in range(700):
             with live.reading(str(i), "a.gguf"):
@@ -135,7 +135,7 @@ def test_very_many_clients_are_not_all_kept():
 
 
 def test_names_of_clients_and_checkpoints_never_become_markup():
-    live = LiveLoads(catalogue(), lambda: 0.0)
+    live = LiveLoads(roots(), lambda: 0.0)
     with live.reading('"><b>', "a.gguf"):
         page = loads_page([{**load, "checkpoint": '<i>"'} for load in live.to_json()])
     assert "<b>" not in page and "<i>" not in page

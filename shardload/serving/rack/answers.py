@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +37,8 @@ _SLICE_BYTES = 256 << 10
 _STALL_S = 60.0
 _STALL_BYTES = 16 << 20
 """A client must take so many bytes in this time, as of files on this machine."""
+_TAGS_AT_ONCE = 16
+"""Files whose versions are asked for at a time."""
 _LIST_WAIT_S = 10.0
 """How long a request waits until addresses are listed again; then what was found before counts."""
 
@@ -71,6 +73,22 @@ class RemoteFiles:
         """List the addresses again if a file or folder is not known, or a list of names is old."""
         if self.catalogue.file(key) is None:
             await self.refresh(is_search=self.catalogue.names(key) is None)
+
+    async def tags(self, keys: Sequence[str]) -> list[str]:
+        """Return the ETags of files at addresses, without quotes; of what is gone, an empty text.
+
+        Raises:
+            ShardloadError: When a store does not answer, and has never told a version.
+        """
+        asked = asyncio.Semaphore(_TAGS_AT_ONCE)
+
+        async def tag(key: str) -> str:
+            async with asked:
+                listed = self.catalogue.file(key)
+                file = None if listed is None else await self._pins.get(listed, path=key)
+                return "" if file is None else file.tag
+
+        return await asyncio.gather(*map(tag, keys))
 
     async def _told(self, request: web.Request, file: PinnedFile) -> web.Response:
         """Tell another server whether a block is here."""

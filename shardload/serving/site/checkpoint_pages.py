@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from aiohttp import web
 
-from shardload.errors import MeshError, UsageError
+from shardload.errors import MeshError, ShardloadError, UsageError
 from shardload.loaders.orbax.loader import step_number
 from shardload.reports.page import escaped
-from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.jobs.records import JOB_KINDS
+from shardload.serving.roots.all_roots import AllRoots
+from shardload.serving.roots.catalogue import ServedFile
 from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.serving.site.examining import Examiner, Question, UnansweredError
 from shardload.serving.site.job_pages import job_form
@@ -46,15 +48,30 @@ _MOST_QUERY = 200
 """Most characters of a text that a page repeats in its fields."""
 _MOST_FILES = 100
 """Most files that the page of a checkpoint lists."""
+_MOST_ASKED = 1000
+"""Most files at an address that a page asks about: each is a request, and again when that was some time ago."""
 _PART_BYTES = 1 << 16
 """Bytes of an answer that are given to a connection at a time."""
 
 
 class ServerPages:
-    """Answers requests for pages of checkpoints. ``refresh`` looks for new ones if that was long ago."""
+    """Answers requests for pages of checkpoints.
 
-    def __init__(self, catalogue: Catalogue, examiner: Examiner, live: LiveLoads, refresh: Callable[[], Any]) -> None:
-        self._catalogue, self._examiner, self._live, self._refresh = catalogue, examiner, live, refresh
+    ``refresh`` looks for a checkpoint again if that was long ago; ``remote_tags`` asks for the versions of files that
+    are at addresses.
+    """
+
+    def __init__(
+        self,
+        roots: AllRoots,
+        examiner: Examiner,
+        live: LiveLoads,
+        *,
+        refresh: Callable[[str], Awaitable[None]],
+        remote_tags: Callable[[Sequence[str]], Awaitable[list[str]]],
+    ) -> None:
+        self._roots, self._examiner, self._live = roots, examiner, live
+        self._refresh, self._remote_tags = refresh, remote_tags
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """Add the addresses of the pages."""
@@ -133,13 +150,13 @@ class ServerPages:
 
     async def _found(self, request: web.Request) -> tuple[ServedCheckpoint, int | None]:
         """Return the checkpoint that a request is about, and the step of it; raise if there is no such one."""
-        await self._refresh()
         name, step = request.match_info["name"], request.query.get("step")
-        found = self._catalogue.checkpoint(name)
+        await self._refresh(name)
+        found = self._roots.checkpoint(name)
         if found is None:
             above, _, own = name.rpartition("/")
-            found, number = self._catalogue.checkpoint(above), step_number(own)
-            if found is not None and number in found.steps and self._catalogue.names(name) is not None:
+            found, number = self._roots.checkpoint(above), step_number(own)
+            if found is not None and number in found.steps and self._roots.names(name) is not None:
                 return found, number  # by the address of the step's folder
             raise UnansweredError(404, "There is no such checkpoint.")
         if step is None:
@@ -149,20 +166,35 @@ class ServerPages:
         return found, int(step)
 
     async def _question(self, found: ServedCheckpoint, step: int | None, *command: str) -> Question:
-        return await asyncio.to_thread(self._made_question, found, step, command)
-
-    def _made_question(self, found: ServedCheckpoint, step: int | None, command: tuple[str, ...]) -> Question:
         source = self._folder_of(found, step)
         # What describes a file of weights is next to it.
         folder = source.rpartition("/")[0] if found.kind == "file" else source
+        return Question(source, await self._version(found, folder), command)
+
+    async def _version(self, found: ServedCheckpoint, folder: str) -> str:
+        """Return a digest of names and tags of the files in a folder; of a checkpoint in one, also in those below."""
+        is_deep = found.kind != "file"
+        keys = await asyncio.to_thread(lambda: list(_files(self._roots, folder, is_deep=is_deep)))
+        if self._roots.is_own(found.name):
+            files = map(self._roots.file, keys)
+            tags = [file.tag if isinstance(file, ServedFile) else "" for file in files]
+        elif len(keys) > _MOST_ASKED:
+            raise UnansweredError(
+                422, f"It has {plural(len(keys), 'file')}, too many to ask the store about each for a page."
+            )
+        else:
+            try:
+                tags = await self._remote_tags(keys)
+            except ShardloadError as error:
+                raise UnansweredError(502, f"{str(error).rstrip('.')}.") from error
         version = hashlib.blake2b(digest_size=16)
-        for part in _versions(self._catalogue, folder, is_deep=found.kind != "file"):
-            version.update(part.encode())
-        return Question(source, version.hexdigest(), command)
+        for key, tag in zip(keys, tags, strict=True):
+            version.update(f"{key}\0{tag}\0".encode())
+        return version.hexdigest()
 
     def _folder_of(self, found: ServedCheckpoint, step: int | None) -> str:
         """Return the address of a step below the server's, or that of the checkpoint."""
-        names = self._catalogue.names(found.name) or {}
+        names = self._roots.names(found.name) or {}
         folders = (f"{found.name}/{name}" for name in names if step is not None and step_number(name) == step)
         return next(folders, found.name)
 
@@ -174,14 +206,14 @@ def _mesh(text: str) -> MeshSpec:
         raise UnansweredError(400, f"{error}.") from error
 
 
-def _versions(catalogue: Catalogue, folder: str, *, is_deep: bool) -> Iterator[str]:
-    """Yield name and tag of each file in a folder, and with ``is_deep`` of those in folders below."""
-    for name, is_folder in (catalogue.names(folder) or {}).items():
+def _files(roots: AllRoots, folder: str, *, is_deep: bool) -> Iterator[str]:
+    """Yield the address of each file in a folder, and with ``is_deep`` of those in folders below."""
+    for name, is_folder in (roots.names(folder) or {}).items():
         key = f"{folder}/{name}".lstrip("/")
-        if is_folder and is_deep:
-            yield from _versions(catalogue, key, is_deep=True)
-        elif (file := catalogue.file(key)) is not None:
-            yield f"{key}\0{file.tag}\0"
+        if not is_folder:
+            yield key
+        elif is_deep:
+            yield from _files(roots, key, is_deep=True)
 
 
 def _checkpoint_page(
@@ -195,7 +227,8 @@ def _checkpoint_page(
     inside = {}
     plan_query = escaped("?" + urlencode(kept)) if kept else ""
     plan = f'<a class="button" href="{UI}/plans/{quote(found.name)}{plan_query}">Plan a load</a>'
-    lines.append(f'<div class="actions">{plan}{job_form(parts)}</div>')
+    jobs = job_form(parts, kinds=JOB_KINDS if found.source is None else ("prefetch",))
+    lines.append(f'<div class="actions">{plan}{jobs}</div>')
     lines.append("<h2>Tensors</h2>")
     if tree is not None and tree.prefix:
         inside = {"group": tree.prefix}
@@ -219,6 +252,8 @@ def _summary(found: ServedCheckpoint, step: int | None, facts: dict[str, Any]) -
         ("Tensors", f"{len(facts['tensors']):,}, {format_count(facts['parameters'])} parameters"),
         ("Bytes", f"{format_bytes(facts['bytes'])} in tensors, {format_bytes(found.n_bytes)} in all files"),
     ]
+    if found.source is not None:
+        rows.append(("Source", escaped(found.source)))
     if facts["left_out"]:
         rows.append(("Partial", f"without {plural(facts['left_out'], 'weight')}"))
     if facts["undescribed"]:

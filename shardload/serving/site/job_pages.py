@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 from urllib.parse import quote
 
@@ -19,7 +19,7 @@ from shardload.serving.jobs.records import JOB_KINDS, Job, JobKind
 from shardload.serving.jobs.requests import JOBS_PATH, JobRequests
 from shardload.serving.limits import client_of
 from shardload.serving.site.forms import form_fields
-from shardload.serving.site.pages import JOBS_PAGE, answer, moment, page
+from shardload.serving.site.pages import JOBS_PAGE, answer, checkpoint_path, moment, page
 from shardload.units import format_bytes, format_seconds, plural
 
 _MOST_ENDED = 50
@@ -29,10 +29,10 @@ _MOST_LINES = 10
 
 
 class JobPages:
-    """Answers requests for the page of jobs. ``path_of`` returns where a checkpoint of a name is shown."""
+    """Answers requests for the page of jobs."""
 
-    def __init__(self, jobs: Jobs, requests: JobRequests, path_of: Callable[[str], str]) -> None:
-        self._jobs, self._requests, self._path_of = jobs, requests, path_of
+    def __init__(self, jobs: Jobs, requests: JobRequests) -> None:
+        self._jobs, self._requests = jobs, requests
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """Add the address of the page."""
@@ -40,7 +40,7 @@ class JobPages:
         router.add_post(JOBS_PAGE, self._posted)
 
     async def _page(self, request: web.Request) -> web.Response:
-        return answer(await asyncio.to_thread(lambda: jobs_page(self._jobs.all(), self._path_of)))
+        return answer(await asyncio.to_thread(lambda: jobs_page(self._jobs.all())))
 
     async def _posted(self, request: web.Request) -> web.Response:
         fields = await form_fields(request)
@@ -80,14 +80,14 @@ def job_form(choices: Mapping[str, str], *, kinds: tuple[str, ...] = JOB_KINDS) 
     return f'<form class="actions" method="post" action="{JOBS_PAGE}">{chosen} {buttons}</form>'
 
 
-def jobs_page(jobs: list[Job], path_of: Callable[[str], str]) -> str:
+def jobs_page(jobs: list[Job]) -> str:
     """Return the page of jobs, which are as `Jobs.all` has them: the oldest first."""
     unfinished = [job for job in jobs if not job.is_over]
     ended = sorted((job for job in jobs if job.is_over), key=lambda job: job.ended_s or 0.0, reverse=True)
 
     def items(shown: list[Job]) -> Iterator[str]:
         yield '<ul class="loads">'
-        yield from (_item(job, path_of(job.checkpoint)) for job in shown)
+        yield from (_item(job, checkpoint_path(job.checkpoint)) for job in shown)
         yield "</ul>"
 
     lines = ["<div data-live>", '<h2 class="hidden">Now</h2>', *items(unfinished)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardload.loaders.orbax.loader import step_number
 from shardload.reports.page import escaped
-from shardload.serving.roots.catalogue import Catalogue
+from shardload.serving.roots.all_roots import AllRoots
 from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.serving.site.pages import LOADS_PATH, checkpoint_path, page
 from shardload.units import format_bytes, format_rate, plural
@@ -89,9 +89,9 @@ class LiveLoad:
 class LiveLoads:
     """The loads that a server sees. Used in one thread, that of the event loop."""
 
-    def __init__(self, catalogue: Catalogue, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, roots: AllRoots, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` returns seconds that never go back."""
-        self._catalogue, self._clock = catalogue, clock
+        self._roots, self._clock = roots, clock
         self._loads: OrderedDict[tuple[str, str], LiveLoad] = OrderedDict()
 
     @contextmanager
@@ -139,7 +139,7 @@ class LiveLoads:
         """Return the checkpoint that a file is part of, its folder or that of the step, and the step."""
         name = key
         while name:
-            if (found := self._catalogue.checkpoint(name)) is not None:
+            if (found := self._roots.checkpoint(name)) is not None:
                 inner = key[len(name) + 1 :].partition("/")[0]
                 step = step_number(inner) if found.kind == "run" else None
                 return found, name if step is None else f"{name}/{inner}", step
@@ -149,9 +149,9 @@ class LiveLoads:
     def _bytes(self, folder: str) -> int:
         """Return the bytes of all files in a folder."""
         n_bytes = 0
-        for name, is_folder in (self._catalogue.names(folder) or {}).items():
+        for name, is_folder in (self._roots.names(folder) or {}).items():
             key = f"{folder}/{name}"
-            file = None if is_folder else self._catalogue.file(key)
+            file = None if is_folder else self._roots.file(key)
             n_bytes += self._bytes(key) if is_folder else 0 if file is None else file.n_bytes
         return n_bytes
 

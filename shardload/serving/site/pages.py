@@ -173,10 +173,8 @@ def _card(found: ServedCheckpoint) -> str:
         facts.append(f"{plural(len(found.steps), 'step')}, the last {found.steps[-1]}")
     spans = "".join(f"<span>{escaped(fact)}</span>" for fact in facts)
     name = escaped(found.name)
-    # The page of a checkpoint reads its headers, which no request may fetch from elsewhere.
-    shown_at = checkpoint_path(found.name) if found.source is None else f"{quote(found.name)}{end}"
     return (
-        f'<li><a class="name" href="{shown_at}">{name}</a><span class="facts-line">{spans}</span>'
+        f'<li><a class="name" href="{checkpoint_path(found.name)}">{name}</a><span class="facts-line">{spans}</span>'
         f'<a class="files-link" href="{quote(found.name)}{end}">Files<span class="hidden"> of {name}</span></a></li>'
     )
 
