@@ -10,7 +10,7 @@ Each minute a line says what the server takes. At the end, the medians of the la
 those of the second quarter: the server leaks if it has 5 % and 16 MiB more of memory of its own, or ten more
 descriptors or threads. Once all clients have left, its descriptors must be back where they were, but for 100 that it
 keeps for the bucket and the cache. Exits with 1 if it leaks, a wrong answer was given, or its log has a traceback. Less
-than half an hour says little of memory, as blocks of the bucket fill 512 MiB of it first.
+than half an hour says little of memory, as blocks of the bucket fill 512 MiB of it in the first six minutes.
 
     python -m benchmarks.soak [--minutes 60] [--clients 2] [--folder DIR]
 """
@@ -40,7 +40,9 @@ from benchmarks.store_server import StoreServer
 
 N_REMOTE = 64
 REMOTE_BYTES = 12 << 20
-CACHE_SIZE = "256MiB"
+CACHE_SIZE = "320MiB"
+_SHIFT_S = 8.0
+"""After so many seconds, one of the files of the bucket that are read gives way to another."""
 _MORE_DESCRIPTORS = 100
 _LEAVING_S = 150.0
 """How long the server has for ending what clients left behind: it closes idle connections after 75 s."""
@@ -156,7 +158,7 @@ def write_files(folder: Path) -> dict[str, Path]:
         (bucket / f"model-{number:03}.safetensors").write_bytes(_safetensors(chance.bytes(REMOTE_BYTES)))
     (folder / "bucket" / "alone.safetensors").write_bytes(_safetensors(chance.bytes(REMOTE_BYTES)))
     (bucket / "config.json").write_text('{"model_type": "llama"}' + " " * 1000)
-    (folder / "root" / "secret").write_text("password")
+    (folder / "root" / "secret").write_text("in no checkpoint")
     for kind in ("h5", "preset"):
         command = ["synth", "gemma2_9b", "--scale", "0.02", "--format", kind, "--directory", folder / "root" / kind]
         subprocess.run([sys.executable, "-m", "shardload", *map(str, command), "--no-progress"], check=True)
@@ -229,7 +231,7 @@ def soak(folder: Path, server: Server, files: dict[str, Path], token: str, optio
         "jobs": [(kind, name) for kind in ("verify", "prefetch") for name in own] + [("prefetch", "alone.safetensors")],
         "began_s": time.time(),
         "until_s": time.time() + options.minutes * 60,
-        "shift_s": options.minutes,
+        "shift_s": _SHIFT_S,
     }
     (folder / "facts").write_text(json.dumps(facts))
     ended, counts = threading.Event(), dict[int, Counter[str]]()

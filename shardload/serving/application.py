@@ -43,7 +43,7 @@ from shardload.serving.roots.all_roots import AllRoots
 from shardload.serving.roots.catalogue import Catalogue, ServedFile
 from shardload.serving.roots.remote_roots import RemoteCatalogue
 from shardload.serving.roots.scanning import RESERVED, ServedCheckpoint
-from shardload.serving.sending import send_bytes, wants_digest
+from shardload.serving.sending import cut_off, send_bytes, wants_digest
 from shardload.serving.site.cache_pages import CachePages
 from shardload.serving.site.checkpoint_pages import ServerPages
 from shardload.serving.site.examining import Examiner
@@ -224,8 +224,7 @@ class Service:
             raise
         except (ConnectionError, TimeoutError, asyncio.CancelledError) as error:
             problem = "stalled" if isinstance(error, TimeoutError) else "cut off"
-            if request.transport is not None:
-                request.transport.abort()  # a client must not take what it has for all
+            cut_off(request.transport, error)  # a client must not take what it has for all
             raise
         except Exception as error:
             status, problem = 500, type(error).__name__

@@ -14,8 +14,11 @@ import asyncio
 import base64
 import os
 import secrets
+import socket
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from io import FileIO
@@ -109,6 +112,20 @@ async def send_version(
     return await body.send(206, headers, parts, end=f"\r\n--{mark}--\r\n".encode())
 
 
+def cut_off(transport: asyncio.Transport | None, error: BaseException) -> None:
+    """End a connection at once, because of an error.
+
+    If that is a `TimeoutError`, what waits in the socket is dropped: the system would keep it for as long as the client
+    takes a byte now and then.
+    """
+    if transport is None:
+        return
+    if isinstance(error, TimeoutError) and (connection := transport.get_extra_info("socket")) is not None:
+        with suppress(OSError):  # it is closed already
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
 def _range_header(request: web.Request, tag: str) -> str | None:
     """Return the header ``Range`` if it counts: of a GET, once, and with a condition only if that is this very tag.
 
@@ -166,10 +183,9 @@ class Body(ABC):
                     await response.write(head)
                 await self.send_range(response, start, stop, end if number == len(parts) else None)
             await response.write_eof()
-        except BaseException:
+        except BaseException as error:
             # The length was promised: only a connection that ends early says that bytes are missing.
-            if transport is not None:
-                transport.abort()
+            cut_off(transport, error)
             raise
         return response
 

@@ -1,12 +1,16 @@
 """What clients may do to a server without harm to others: leave, flood, stall, or send what is no request."""
 
 import asyncio
+import contextlib
+import itertools
 import json
+import re
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from safetensors.numpy import save_file
 from serving import eventually, served
 
+from benchmarks.hostile_requests import hostile_requests
 from shardload.errors import UnsafeSourceError
 from shardload.serving.application import Access, Service
 from shardload.serving.roots.catalogue import Catalogue
@@ -53,6 +58,42 @@ def test_clients_that_leave_are_one_line_each(folder):
         server.end()
     left = [json.loads(line) for line in server.log]
     assert [each["problem"] for each in left if each["path"] == FILE] == ["cut off"] * 4
+
+
+@pytest.mark.parametrize("count", [1200], ids=lambda count: f"{count} requests")
+def test_made_up_requests_get_nothing_and_break_nothing(folder, tmp_path, count):
+    token, tokens, n_told = "a-token-of-this-server", tmp_path / "tokens", 0
+    tokens.write_text(token)
+    tokens.chmod(0o600)
+    (folder / "secret").write_text("in no checkpoint")
+
+    def ask(data):
+        found = b""
+        with connected(server) as asked, contextlib.suppress(OSError):
+            asked.sendall(data)
+            asked.settimeout(0.3)  # most connections stay open after an answer
+            while len(found) < 1 << 20 and (part := asked.recv(1 << 16)):
+                found += part
+        return found
+
+    with served("--root", folder, "--token-file", tokens, "--log-json") as server:
+        with ThreadPoolExecutor(16) as threads:
+            for sent, found in zip(
+                requests := list(itertools.islice(hostile_requests(0, token=token), count)),
+                threads.map(ask, requests),
+                strict=True,
+            ):
+                assert b"in no checkpoint" not in found and b"Traceback" not in found, sent
+                assert not found or re.match(rb"HTTP/\d\.\d [2345]\d\d ", found), (sent, found[:100])
+                is_open = sent.split(b" ")[1].startswith((b"/healthz", b"/ui/sign-in")) if b" /" in sent else False
+                assert token.encode() in sent or is_open or re.match(rb"HTTP/\d\.\d 2", found) is None, (sent, found)
+                n_told += bool(found)
+        assert server.get(FILE, Authorization=f"Bearer {token}")[2] == (folder / FILE[1:]).read_bytes()
+        server.end()
+    logged = [json.loads(line) for line in server.log]  # each is one object: nothing else was written
+    statuses = [facts["status"] for facts in logged if "status" in facts]
+    assert n_told and len(statuses) > count // 3
+    assert set(statuses) <= {0, *range(200, 500), 503}, set(statuses)  # 0: it left before the answer
 
 
 def test_what_is_no_request_is_one_line_without_its_text(folder):
