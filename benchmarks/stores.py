@@ -13,7 +13,8 @@ same client that keeps all of it in fresh memory, as a load must (``kept``); and
     python -m benchmarks.stores many    [--gb 1] [--clients 8] [--seconds 4] [--pairs 7] [--json]
     python -m benchmarks.stores cache   [--gb 1] [--latency-ms 0] [--mb-s 0] [--pairs 7] [--cold] [--json]
 
-``serve`` does the same with `shardload serve`: ``load`` is sent the bytes, ``handed`` gets the open file. ``many``
+``serve`` does the same with `shardload serve`: ``load`` receives the bytes straight into the shards, ``requested``
+requests them in advance, as from any other server (because of a query), and ``handed`` gets the open file. ``many``
 compares what it sends to several plain clients at once, each a process, with what it sends to one.
 
 ``cache`` loads the file at the address without a cache, with an empty one (first start), with a full one (second
@@ -273,6 +274,7 @@ def serve(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "plain": lambda: plain(address, pieces, in_flight),
             "kept": lambda: plain(address, pieces, in_flight, keep=True),
             "load": lambda: arrays(f"{address}/{NAME}"),
+            "requested": lambda: arrays(f"{address}/{NAME}?requested"),
             "handed": lambda: arrays(f"{near}/{NAME}"),
             "local": lambda: arrays(str(path)),
         }

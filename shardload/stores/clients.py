@@ -107,6 +107,13 @@ def is_bucket(target: object) -> bool:
     return bool(separator) and scheme.lower() in ("s3", "gs")
 
 
+def directly_reached(root: str) -> tuple[str, int | None] | None:
+    """Return host and port of a server at ``http://``, to which neither TLS nor a proxy leads; ``None`` for others."""
+    parts, proxies = urlsplit(root), urllib.request.getproxies()
+    is_direct = proxies.keys().isdisjoint({"http", "all"}) or urllib.request.proxy_bypass(parts.netloc)
+    return (parts.hostname, parts.port) if parts.scheme == "http" and parts.hostname and is_direct else None
+
+
 def endpoint_of(scheme: str) -> str | None:
     """Return the address of the server to use as S3 or Google Cloud Storage, if the environment sets one."""
     name = next((name for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)), None)

@@ -12,15 +12,13 @@ from shardload.stores import answers
 from shardload.stores.answers import FailedTry
 from shardload.stores.objects import Version
 from shardload.stores.pace import Pace
-from shardload.stores.windows import stall_s
+from shardload.stores.windows import body_s
 from shardload.units import exact_bytes
 
 if TYPE_CHECKING:
     from obstore import GetOptions
 
 _PAGES = ("text/html", "application/xhtml+xml")
-_STALL_BYTES = 512 << 10
-"""Fewest bytes that a connection has to send in the time after which a silent one counts as stalled: 17 kB/s."""
 _NAMES_AT_ONCE = 1000
 """How many names S3 and Google Cloud Storage send at once: a list that breaks off has a multiple of this."""
 _MAX_PAGE_BYTES = 4 << 20
@@ -113,9 +111,8 @@ async def _in_time(answer: Any) -> Any:
     """Return the bytes of an answer; raise if they come so slowly that the request counts as stalled."""
     from asyncio import wait_for
 
-    # obstore ends a connection that sends nothing; a byte now and then would keep it open for hours.
     first, last = answer.range
-    limit_s = stall_s() * (1 + (last - first) / _STALL_BYTES)
+    limit_s = body_s(last - first)  # obstore ends only a connection that sends nothing
     try:
         return await wait_for(answer.bytes_async(), limit_s)
     except TimeoutError:

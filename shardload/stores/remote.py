@@ -35,6 +35,7 @@ from shardload.stores.event_loop import Fetch
 from shardload.stores.handed import SERVED_TAG, HandedFiles, handed_files
 from shardload.stores.local import LocalFile, PrivateCopies
 from shardload.stores.location import Location
+from shardload.stores.near import NearFile, NearServer
 from shardload.stores.objects import ListedFolder, StoreFacts, Version
 from shardload.stores.requests import Requests
 from shardload.stores.store import FileIdentity, Kind, Store, between
@@ -224,6 +225,22 @@ class RemoteStore(Store):
     def is_here(self, key: str, ranges: Iterable[tuple[int, int]]) -> bool:
         """Whether the cache has these ranges of an object; see `Store.is_here`."""
         return self.requests.is_cached(key, ranges)
+
+    def is_near(self, key: str) -> bool:
+        """Whether `shardload serve` sends a file from nearby; see `Store.is_near`."""
+        found = self.requests.known_version(key)
+        return found is not None and found.tag.startswith(SERVED_TAG) and self._near is not None and self._near.is_near
+
+    @functools.cached_property
+    def _near(self) -> NearServer | None:
+        return self.requests.near_server()
+
+    def near_file(self, key: str) -> NearFile | None:
+        """Return what receives bytes of a file that `shardload serve` sends, if it is near; ``None`` for others."""
+        version = self.requests.known_version(key)
+        if version is None or not version.tag.startswith(SERVED_TAG) or self._near is None:
+            return None
+        return NearFile(self._near, self.requests.path(key), version, shown=self.shown(key))
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Request the first bytes of files in advance, several at a time; see `Store.read_ahead`."""
@@ -417,6 +434,9 @@ class RemoteObject:
 
     def __init__(self, store: RemoteStore, key: str) -> None:
         self._store, self._key = store, key
+        self._near = store.near_file(key)
+        self._awaited: set[PendingObject] = set()
+        self._is_cancelled = False
 
     @property
     def n_bytes(self) -> int:
@@ -448,12 +468,12 @@ class RemoteObject:
     read_unchecked = read_into
 
     def scatter_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers, in turn, from the cache, or with what the store sends if the cache lacks some of it."""
+        """Fill buffers, in turn, from the cache or from nearby; what is lacking then, with what the store sends."""
         n_bytes = sum(map(len, buffers))
         if self._store.requests.read_cached(self._key, buffers, offset):
             return
-        for start in range(0, n_bytes, _REQUEST_BYTES):
-            data = self.begin(offset + start, offset + min(start + _REQUEST_BYTES, n_bytes)).result()
+        for start in range(self._received(buffers, offset), n_bytes, _REQUEST_BYTES):
+            data = self._requested(offset + start, offset + min(start + _REQUEST_BYTES, n_bytes))
             for part in between(buffers, start, start + len(data)):
                 part[:], data = data[: len(part)], data[len(part) :]
 
@@ -471,8 +491,31 @@ class RemoteObject:
             )
         return rest
 
+    def _received(self, buffers: Sequence[memoryview], offset: int) -> int:
+        return 0 if self._near is None else self._near.receive(buffers, offset)
+
+    def _requested(self, start: int, stop: int) -> memoryview:
+        pending = self.begin(start, stop)
+        self._awaited.add(pending)
+        if self._is_cancelled:  # looked at when `cancel` knows of the request
+            pending.cancel()
+        try:
+            return pending.result()
+        finally:
+            self._awaited.discard(pending)
+
+    def cancel(self) -> None:
+        """End calls of `scatter_into` in other threads: they get a `TransferError`."""
+        self._is_cancelled = True
+        for pending in self._awaited.copy():
+            pending.cancel()
+        if self._near is not None:
+            self._near.cancel()
+
     def close(self) -> None:
-        """Do nothing: pages belong to the store."""
+        """Close connections to a server nearby; pages belong to the store."""
+        if self._near is not None:
+            self._near.close()
 
 
 class PendingObject:

@@ -36,6 +36,7 @@ from shardload.stores.cache_choice import current_cache
 from shardload.stores.cached_reads import CachedReads
 from shardload.stores.clients import Address, client
 from shardload.stores.event_loop import Fetch
+from shardload.stores.near import NearServer
 from shardload.stores.objects import KnownObjects, Version
 from shardload.stores.pace import Pace
 from shardload.stores.queries import NameList, ObjectBytes, Query, WebPage
@@ -166,6 +167,14 @@ class Requests:
     def known_version(self, name: str) -> Version | None:
         """Return the version of an object if it is known already."""
         return self._versions.get(name)
+
+    def near_server(self) -> NearServer | None:
+        """Return connections of its own to an HTTP server, for bytes that go where they belong without a copy.
+
+        ``None`` if requests need more than the user's token, or if what they bring is kept in a cache.
+        """
+        is_plain = self._headers is None and self.known is None and self._cached is None and not self.address.query
+        return NearServer.at(self.address.root, headers=self._token_headers) if is_plain else None
 
     def read_small(self, name: str, *, limit: int) -> memoryview | None:
         """Read a whole object; return ``None`` if it is missing, and raise if it has more than ``limit`` bytes."""

@@ -172,6 +172,10 @@ class Store(ABC):
         """Whether all these ranges of a file are on this machine; of a remote file, whether the cache has them."""
         return not self.is_remote
 
+    def is_near(self, key: str) -> bool:
+        """Whether bytes of a file that are requested come at once, straight into the memory where they belong."""
+        return False
+
     def is_listed(self, key: str) -> bool:
         """Whether `names` returns all names in a folder; an HTTP server may show none, so that usual ones are tried."""
         return True
@@ -249,6 +253,12 @@ def scatter_into(file: File, buffers: Sequence[memoryview], offset: int) -> None
     for buffer in buffers:
         file.read_into(buffer, offset)
         offset += len(buffer)
+
+
+def cancel_reads(file: File) -> None:
+    """End what other threads read of a file, if it comes by way of a connection: they get a `TransferError`."""
+    if (cancel := getattr(file, "cancel", None)) is not None:
+        cancel()
 
 
 def between(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:

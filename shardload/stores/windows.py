@@ -12,6 +12,8 @@ _WINDOW_S = 120.0
 """For how long a request that fails is repeated, in seconds from its first try."""
 _FIRST_WINDOW_S = 10.0
 """The same until a store has answered once: its first answer shows whether the address is right."""
+_STALL_BYTES = 512 << 10
+"""Fewest bytes that a connection has to send in the time after which a silent one counts as stalled: 17 kB/s."""
 _STALLS = 4
 """A connection that sends nothing for a quarter of the time is given up, so that a stalled request is repeated."""
 
@@ -33,3 +35,8 @@ def window_s(*, first: bool = False) -> float:
 def stall_s() -> float:
     """Return after how many seconds a connection that sends nothing is given up."""
     return window_s() / _STALLS
+
+
+def body_s(n_bytes: int) -> float:
+    """Return how many seconds so many bytes may take: a byte now and then would keep a connection open for hours."""
+    return stall_s() * (1 + n_bytes / _STALL_BYTES)

@@ -6,6 +6,8 @@ store         bytes are not verified                bytes are verified, by the s
 local         `FileReads`: reads by ``preadv``      `UnitReads`: reads each MiB once, compares and keeps it
 cached        `CachedFileReads`: the same           as of a remote store
 remote        `RangeReads`: requests in advance     `RangeReads`, if the store verifies; else `UnitReads`
+nearby        the same for short blocks; long ones  as of a remote store
+              go straight into the shards
 ============  ====================================  ========================================================
 
 A digest covers a MiB of a file (a *unit*). Blocks end where rows end, so neighbouring blocks share a unit. The first
@@ -40,7 +42,7 @@ from numpy.typing import NDArray
 from shardload.errors import BudgetError, SourceError, SourceNotFoundError, TransferError
 from shardload.manifest import Decoded, Tensor
 from shardload.stores.location import Location
-from shardload.stores.store import UNIT_BYTES, File, scatter_into
+from shardload.stores.store import UNIT_BYTES, File, cancel_reads, scatter_into
 from shardload.transfer.geometry import regions
 from shardload.transfer.host_memory import memory
 from shardload.transfer.load_plan import Block, LoadPlan
@@ -123,6 +125,10 @@ class ByteSource(ABC):
         del n_bytes, path, offset
         return None
 
+    def scatter(self, wanted: Iterable[ReadCall], *, path: Location, offset: int) -> int:
+        """Read one range of a file into many pieces of memory, such as rows of shards (`preadv.scatter_read`)."""
+        raise AssertionError("verified bytes pass through scratch")
+
     def give_back(self, n_bytes: int, *, path: Location, offset: int) -> None:  # noqa: B027 - optional
         """Tell the source that borrowed bytes are no longer needed."""
 
@@ -160,8 +166,10 @@ class ByteSource(ABC):
             mine.close()
         return found
 
-    def cancel(self) -> None:  # noqa: B027 - optional
+    def cancel(self) -> None:
         """Cancel network requests in flight, so that no thread waits for them when a load ends early."""
+        for file in list(self._files.values()):
+            cancel_reads(file)
 
     def close(self) -> None:
         """Close all files, which no thread may use any more."""
@@ -200,7 +208,7 @@ class FileReads(ByteSource):
         return self.scatter(fills.get(key) or fills.setdefault(key, _calls(flat, n_bytes)), path=path, offset=offset)
 
     def scatter(self, wanted: Iterable[ReadCall], *, path: Location, offset: int) -> int:
-        """Read one range of a file into many pieces of memory, such as rows of shards (`preadv.scatter_read`)."""
+        """Read one range of a file into many pieces of memory, unverified; see `ByteSource.scatter`."""
         return scatter_read(self.open(path), wanted, offset)
 
     def verifies(self, block: Block) -> bool:

@@ -66,8 +66,11 @@ _DECODED_BYTES = 2 << 20
 DIRECT_RUN_BYTES = 2 << 10
 """Shortest run of bytes that is read from a file straight into a shard. Shorter runs go through scratch memory: each
 would be one more entry (35 ns) in the list of pieces that the system call takes."""
-_CACHED_RUN_BYTES = 32 << 10
-"""The same for files of the cache: Python makes a buffer of each run, and digests it by itself."""
+_BUFFERED_RUN_BYTES = 32 << 10
+"""The same for files of the cache, and of a server nearby: Python makes a buffer of each run."""
+_NEAR_BLOCK_BYTES = 1 << 20
+"""Shortest block that is received from a server nearby straight into a shard, by a request of its own. Shorter ones are
+requested together with their neighbours: a request costs client and server 1 ms of CPU time."""
 
 
 def plan_transfers(
@@ -101,7 +104,7 @@ def plan_transfers(
             f"Cannot load onto several meshes at once: found {', '.join(sorted(map(str, meshes)))}, expected one. Give "
             "all variables layouts on the same mesh"
         )
-    # Bytes of remote and verifying stores are compared, or arrive in ranges, before they go to shards.
+    # Bytes of verifying stores are compared before they go to shards, and those of most remote ones arrive in ranges.
     stores = {path.store for path in manifest.files}
     plan = functools.partial(
         _plan,
@@ -115,8 +118,16 @@ def plan_transfers(
         found = plan(scatter=True, is_cached=True)
         if _is_here(found):
             return found
-    scatter = scatter and not any(store.is_requested or store.is_verifying for store in stores)
-    return plan(scatter=scatter, is_cached=False)
+    is_near = scatter and not brief and _is_near(manifest)
+    scatter = is_near or (scatter and not any(store.is_requested or store.is_verifying for store in stores))
+    return plan(scatter=scatter, is_near=is_near)
+
+
+def _is_near(manifest: Manifest) -> bool:
+    """Whether some files are requested, and a server nearby sends each of them."""
+    requested = [path for path in manifest.files if path.store.is_requested]
+    is_verifying = any(path.store.is_verifying for path in manifest.files)
+    return bool(requested) and not is_verifying and all(path.store.is_near(path.key) for path in requested)
 
 
 def _may_be_here(manifest: Manifest, store: Store) -> bool:
@@ -140,7 +151,8 @@ def _plan(
     positions: Sequence[int] | None,
     block_bytes: int,
     scatter: bool,
-    is_cached: bool,
+    is_cached: bool = False,
+    is_near: bool = False,
     uploads: bool,
     brief: bool,
 ) -> LoadPlan:
@@ -150,7 +162,8 @@ def _plan(
     size = bindings[0].layout.mesh.size if bindings else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
     whole = staged_whole(manifest, bindings, local)
-    budget = host_memory_budget(tensors, whole, host_memory_bytes, through_units=not scatter, uploads=uploads)
+    through_units = is_near or not scatter
+    budget = host_memory_budget(tensors, whole, host_memory_bytes, through_units=through_units, uploads=uploads)
     # Several bindings may fill one array, which then counts once.
     arrays = {i if binding.box is None else binding.name: binding for i, binding in enumerate(bindings)}.values()
     planner = Planner(
@@ -161,6 +174,7 @@ def _plan(
         budget=budget,
         scatter=scatter,
         is_cached=is_cached,
+        is_near=is_near,
         brief=brief,
     )
     blocks = planner.blocks()
@@ -237,6 +251,7 @@ class Planner:
         budget: int,
         scatter: bool,
         is_cached: bool = False,
+        is_near: bool = False,
         brief: bool = False,
     ) -> None:
         self.tensors = manifest.tensors
@@ -245,6 +260,7 @@ class Planner:
         self.budget = budget
         self.scatter = scatter
         self.is_cached = is_cached
+        self.is_near = is_near
         self.brief = brief
         self.left_out_bytes = 0
         self._times = Counter[Hashable]()
@@ -377,7 +393,7 @@ class Planner:
             return False
         shard = binding.layout.shard_shape(binding.view.shape)
         strides = c_strides(shard)
-        least_bytes = _CACHED_RUN_BYTES if self.is_cached else DIRECT_RUN_BYTES
+        least_bytes = _BUFFERED_RUN_BYTES if self.is_cached or self.is_near else DIRECT_RUN_BYTES
         # Shards have one shape, so one stands for all; but the edges of a chunk cut each of them differently.
         if part.region.origin is None and binding.box is None:
             boxes = {Bounds.whole(shard)}
@@ -428,6 +444,8 @@ class Planner:
             first, last = start // row, -(-stop // row)
             start, stop, offset = first * row, last * row, 0
             read_bytes = stored * last // tensor.rows - stored * first // tensor.rows
+        if self.is_near and how == "direct" and read_bytes < _NEAR_BLOCK_BYTES:
+            how = "staged"
         step = stop - start
         row_elements = self._row_elements(part, start, pieces) if how == "staged" and step >= part.row_elements else 0
         if row_elements:

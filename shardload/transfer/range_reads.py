@@ -1,4 +1,7 @@
-"""Ranges of remote files, requested in advance and used once; `shardload.transfer.ranges` decides which."""
+"""Ranges of remote files, requested in advance and used once; `shardload.transfer.ranges` decides which.
+
+Long blocks from a server nearby are not requested in advance, but received straight into the memory of shards.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.errors import TransferError
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File, PendingBytes, RemoteFile
 from shardload.transfer.byte_source import IN_SCRATCH, ByteSource, Verifier, too_short
 from shardload.transfer.load_plan import Block
+from shardload.transfer.preadv import ReadCall, scatter_read
 from shardload.transfer.ranges import MAX_RANGE_BYTES, FileRange, RangePlan
 from shardload.transfer.scratch import BlockMemory
 
@@ -51,7 +56,7 @@ class RangeReads(ByteSource):
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Plan the ranges for ``blocks``, all of which pass through scratch memory.
+        """Plan the ranges for ``blocks``, all of which pass through scratch memory; `scatter` needs no ranges.
 
         ``verifier``, if any, reads and verifies the bytes of a load's other blocks before they are used.
         """
@@ -92,6 +97,13 @@ class RangeReads(ByteSource):
         found = np.frombuffer(self._data(wanted), np.uint8)[skip : skip + n_bytes]
         return found if found.size == n_bytes else None
 
+    def scatter(self, wanted: Iterable[ReadCall], *, path: Location, offset: int) -> int:
+        """Receive a range of a file from nearby, straight into the memory of shards; see `ByteSource.scatter`."""
+        file = self.open(path)
+        if self._is_cancelled:  # looked at when the file is open, and `cancel` knows of it
+            raise TransferError(f"The request for {path} was cancelled")
+        return scatter_read(file, wanted, offset)
+
     def give_back(self, n_bytes: int, *, path: Location, offset: int) -> None:
         """Free memory whose last bytes these were."""
         self._use(self._range_at(path, offset), n_bytes)
@@ -108,6 +120,7 @@ class RangeReads(ByteSource):
                 for one in ranges:
                     if one.pending is not None:
                         one.pending.cancel()
+        super().cancel()
 
     def _range_at(self, path: Location, offset: int) -> _Range:
         with self._lock:

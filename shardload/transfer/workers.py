@@ -241,7 +241,6 @@ class BlockCopier:
     def _move(self, task: Task) -> BlockTimes:
         block, began = task.block, time.perf_counter()
         if block.how == "direct":
-            assert isinstance(self.source, FileReads), "verified and remote bytes pass through scratch"
             stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
             wanted = calls(task.grids, start=block.offset, stop=stop, gap_memory=gap_memory)
             received = self.source.scatter(wanted, path=block.path, offset=block.offset)
