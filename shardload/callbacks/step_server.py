@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from shardload.errors import MissingExtraError, UsageError
+from shardload.stores.announced import RESERVED
 from shardload.stores.clients import is_bucket
 from shardload.stores.listen_address import ListenAddress
 from shardload.typing import PathLike
@@ -44,6 +45,11 @@ class StepServer:
         if is_bucket(directory):
             raise UsageError(
                 f"Cannot serve the steps in {directory}: expected a folder. Replicas follow a bucket at its address"
+            )
+        if (name := Path(directory).expanduser().resolve().name) in RESERVED:
+            raise UsageError(
+                f"Cannot serve the steps in {directory}: the name {name!r} is the server's own. Give a folder of "
+                "another name"
             )
         missing = next((name for name in ("aiohttp", "prometheus_client") if not importlib.util.find_spec(name)), None)
         if missing is not None:

@@ -42,7 +42,7 @@ from shardload.serving.rack.answers import RemoteFiles
 from shardload.serving.roots.all_roots import AllRoots
 from shardload.serving.roots.catalogue import Catalogue, ServedFile
 from shardload.serving.roots.remote_roots import RemoteCatalogue
-from shardload.serving.roots.scanning import RESERVED, ServedCheckpoint
+from shardload.serving.roots.scanning import LeftOut, ServedCheckpoint
 from shardload.serving.sending import cut_off, send_bytes, wants_digest
 from shardload.serving.site.cache_pages import CachePages
 from shardload.serving.site.checkpoint_pages import ServerPages
@@ -52,6 +52,7 @@ from shardload.serving.site.job_pages import JobPages
 from shardload.serving.site.live_loads import LiveLoads
 from shardload.serving.site.pages import OPEN_PATHS, answer, folder_page, home_page
 from shardload.serving.site.sign_in import SignIn
+from shardload.stores.announced import RESERVED
 from shardload.stores.handed import SERVER_PATH
 from shardload.stores.range_cache import RangeCache
 
@@ -157,6 +158,7 @@ class Service:
         """Whether the server stops soon: it is not ready for more."""
         self._log, self._page_s, self._rate = log, page_s, rate
         self._scanning: asyncio.Task[None] | None = None
+        self._left_out = LeftOut(catalogue.left_out(), log)
         self._jobs = jobs or Jobs(catalogue, JobRecords(None), log)
         self._job_requests = JobRequests(
             self._jobs,
@@ -329,6 +331,7 @@ class Service:
         try:
             await asyncio.sleep(self.catalogue.pause_s())
             await asyncio.to_thread(self.catalogue.refresh)
+            self._left_out.tell(self.catalogue.left_out())
         except (ShardloadError, OSError) as error:  # what was found before is still served
             if not self.is_ending:
                 self.metrics.errors.labels("scan").inc()

@@ -13,6 +13,8 @@ from shardload.stores.requests import Requests
 
 RUNS_PATH = "api/v1/runs"
 """Where a server tells the steps of a run, below its address."""
+RESERVED = ("api", "healthz", "readyz", "metrics", "openapi.json", "ui")
+"""Names directly below a server's address that are its own: what has one of them is not served."""
 _MORE_S = 10.0
 """Seconds that an answer may take besides the time that it is to wait."""
 

@@ -88,6 +88,11 @@ def test_what_cannot_be_served(tmp_path, monkeypatch):
             OrbaxCheckpoint(run, serve=serve)
     with pytest.raises(UsageError, match="follow a bucket at its address"):
         OrbaxCheckpoint("s3://bucket/run", serve=True)
+    for name in ("ui", "api", "metrics"):
+        with pytest.raises(
+            UsageError, match=f"{name}: the name '{name}' is the server's own. Give a folder of another"
+        ):
+            OrbaxCheckpoint(tmp_path / name, serve=True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"shardload\[serve\]"):
         OrbaxCheckpoint(run, serve=True)

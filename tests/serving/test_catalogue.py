@@ -225,8 +225,8 @@ def test_names_that_are_taken(root, tmp_path):
     assert facts(found)["more"] == ("hf-safetensors", "folder")
     assert found.names("team") == Catalogue([root]).names("team")
     assert [line.partition(" is not served: ")[2] for line in found.left_out()] == [
-        "the name 'metrics' is taken, it is the server's own",
-        "the name 'team' is taken, another folder has it",
+        "the name 'metrics' is taken, it is the server's own. Rename it",
+        "the name 'team' is taken, another folder has it. Rename it",
     ]
 
 

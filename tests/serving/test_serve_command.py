@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from serving import served
+from serving import eventually, served
 
 
 @pytest.fixture
@@ -35,6 +36,24 @@ def test_what_is_said_at_the_beginning(root, tmp_path):
         assert re.fullmatch(r"1 checkpoint, 96\.0 MiB at http://127\.0\.0\.1:\d+\n", server.told)
         assert server.end() == 0
         assert "x.json is not served: it is a link to" in server.log[0]
+
+
+def test_names_that_the_server_needs_are_told_at_the_start_and_when_they_come(tmp_path):
+    for name in ("one", "two", "ui"):
+        (tmp_path / name).mkdir()
+        save_file({"x": np.zeros(4)}, tmp_path / name / "model.safetensors")
+    with served("--root", tmp_path) as server:
+        assert len(json.loads(server.get("/api/v1/checkpoints")[2])["checkpoints"]) == 2
+        shutil.copytree(tmp_path / "ui", tmp_path / "metrics")
+        eventually(
+            lambda: server.get("/metrics/model.safetensors")[0] == 404 and any("'metrics'" in x for x in server.log)
+        )
+        for _ in range(3):
+            server.get("/another/")
+        assert server.end() == 0
+    told = [line for line in server.log if "is not served" in line]
+    assert [re.search(r"/(\w+) is not served", line)[1] for line in told] == ["ui", "metrics"]
+    assert all("it is the server's own. Rename it" in line for line in told)
 
 
 def test_roots_and_addresses_that_cannot_be(root, tmp_path):

@@ -26,7 +26,7 @@ from shardload.serving.rack.peers import DIGEST_HEADER, FETCH, PEER_HEADER, File
 from shardload.serving.ranges import UnsatisfiableError, parse_ranges
 from shardload.serving.roots.pinned_files import PinnedFile, PinnedFiles
 from shardload.serving.roots.remote_roots import RemoteCatalogue
-from shardload.serving.roots.scanning import ServedCheckpoint
+from shardload.serving.roots.scanning import LeftOut, ServedCheckpoint
 from shardload.serving.sending import Body, send_version
 from shardload.stores.answers import ChangedError
 from shardload.stores.range_cache import RangeCache
@@ -63,6 +63,7 @@ class RemoteFiles:
         self.cached = CacheContents(cache)
         self._pins = PinnedFiles(lambda error: self._note_error("source", str(error)))
         self._refreshing: asyncio.Task[None] | None = None
+        self._left_out = LeftOut(catalogue.left_out(), log)
 
     async def ended(self, application: web.Application) -> None:
         """Stop what runs in threads; an application calls it at its end."""
@@ -163,6 +164,7 @@ class RemoteFiles:
     async def _refresh(self, is_search: bool) -> None:
         try:
             await _in_own_thread(lambda: self.catalogue.refresh(is_search=is_search))
+            self._left_out.tell(self.catalogue.left_out())
         except (ShardloadError, OSError) as error:  # what was found before is still served
             self._note_error("scan", f"cannot look for new checkpoints: {error}")
         finally:

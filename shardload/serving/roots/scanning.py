@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from shardload.errors import ShardloadError, SourceError, UnsafeSourceError
 from shardload.loaders.contents import FolderContent
@@ -17,6 +17,7 @@ from shardload.loaders.orbax.loader import step_names, step_number
 from shardload.loaders.recognition import recognise
 from shardload.loaders.registry import FormatSpec, specs
 from shardload.serving.roots.folder_times import FolderTimes
+from shardload.stores.announced import RESERVED
 from shardload.stores.location import Location, is_litter
 from shardload.units import format_bytes, plural
 
@@ -29,8 +30,6 @@ _ZARR_FILES = (".zarray", ".zattrs", ".zgroup", ".zmetadata")
 """Names of files of a step that begin with a dot although they are not hidden from anyone."""
 _DIGESTS = "shardload"
 """Folder, next to the files of a checkpoint, that has their digests."""
-RESERVED = ("api", "healthz", "readyz", "metrics", "openapi.json", "ui")
-"""Names directly below a server's address that are its own."""
 
 
 class ListedFile(Protocol):
@@ -134,8 +133,24 @@ class Scan(Generic[FileT]):
         if name not in taken and name not in RESERVED:
             return True
         reason = "another folder has it" if name in taken else "it is the server's own"
-        self.left_out[f"{path} is not served: the name {name!r} is taken, {reason}"] = None
+        self.left_out[f"{path} is not served: the name {name!r} is taken, {reason}. Rename it"] = None
         return False
+
+
+class LeftOut:
+    """Tells an operator why files are not served: each reason once, as long as it lasts."""
+
+    def __init__(self, told: Iterable[str], log: Callable[[dict[str, Any]], None]) -> None:
+        """``told`` are reasons that the operator knows."""
+        self._told, self._log = set(told), log
+
+    def tell(self, reasons: Iterable[str]) -> None:
+        """Log those reasons, of all that there are now, which were not there the last time."""
+        now = list(reasons)
+        for text in now:
+            if text not in self._told:
+                self._log({"problem": text})
+        self._told = set(now)
 
 
 class ScannedFolder(ABC, Generic[FileT]):
