@@ -87,6 +87,19 @@ def test_a_checkpoint_without_a_model_cannot_be_planned_and_says_so(server):
     assert server.get("/ui/plans/missing?mesh=1x2")[0] == 404
 
 
+def test_of_very_many_variables_the_first_are_shown_and_the_page_says_where_all_are(plan):
+    first, *_ = plan["layout"]["variables"]
+    variables = [{**first, "name": f"v{number}"} for number in range(4100)]
+    many = {**plan, "source": "run/2", "layout": {**plan["layout"], "variables": variables}}
+    page = "\n".join(plan_lines(many, asked_mesh("2x4"), chosen="v4050", hidden={}))
+    assert len(re.findall(r'<th scope="row">v\d+</th>', page)) == 4000
+    assert page.count("<option") == 4002 and "<option selected>v4050<" in page and "part 1 of 4" in page
+    assert "Only the first 4,000 of 4,100 variables are shown" in page
+    assert 'href="/api/v1/checkpoints/run/2/plan?mesh=batch%3D2%2Cmodel%3D4"' in page
+    page = "\n".join(plan_lines(plan, asked_mesh("2x4"), chosen="", hidden={}))
+    assert "Only the first" not in page
+
+
 def test_many_devices_are_shown_in_part_and_in_a_chart(plan):
     mesh = asked_mesh("4x32")
     assert command_of(mesh) == ("plan", "--mesh=batch=4,model=32", "--hosts=128")

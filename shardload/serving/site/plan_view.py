@@ -16,12 +16,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from shardload.errors import UsageError
 from shardload.reports import TIMES
 from shardload.reports.facts import Cast, DeviceUse, LayoutSummary, ReadReason, Stages, VariableUse
 from shardload.reports.page import AXIS_COLOURS, Chart, Page, bar_svg, escaped, merge_equal
 from shardload.reports.report_page import report_page
+from shardload.serving.site.tensor_tree import MOST_ROWS
 from shardload.sharding.layout import Fallback
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, plural
@@ -83,9 +85,17 @@ def plan_lines(plan: Mapping[str, Any], mesh: MeshSpec, *, chosen: str, hidden: 
     variable = next((each for each in variables if each.name == chosen), None)
     yield from _costs(plan, variables, mesh)
     yield '<h2 id="devices">Devices</h2>'
-    yield from _choice(variables, chosen, hidden)
+    shown = variables[:MOST_ROWS]
+    yield from _choice(shown if variable is None or variable in shown else [*shown, variable], chosen, hidden)
     yield from _picture(plan, mesh, variable, whole=_whole_bytes(variables))
-    yield from _page(plan, mesh, variables).sections()
+    yield from replace(_page(plan, mesh, shown), charts=_charts(plan, mesh, whole=_whole_bytes(variables))).sections()
+    if len(shown) < len(variables):
+        path = f"/api/v1/checkpoints/{quote(plan['source'])}/plan?{urlencode({'mesh': plan['mesh']})}"
+        first = f"Only the first {len(shown):,} of {plural(len(variables), 'variable')} are shown, searched and offered"
+        yield (
+            f'<p class="soft">{first} above. <a href="{escaped(path)}">The plan as JSON</a> has all, and so has '
+            "the page that <code>shardload plan --html FILE</code> writes.</p>"
+        )
 
 
 def _variable(facts: Mapping[str, Any]) -> VariableUse:
@@ -179,7 +189,7 @@ def _part(variable: VariableUse, mesh: MeshSpec, at: tuple[int, ...]) -> str:
 def _page(plan: Mapping[str, Any], mesh: MeshSpec, variables: list[VariableUse]) -> Page:
     """Return the page of the report, of which only the table remains, and a chart of devices if they are many."""
     shared = (plan["hosts"] or {}).get("shared") or {}
-    made = report_page(
+    return report_page(
         "",
         mesh=plan["mesh"],
         devices=[],
@@ -196,7 +206,6 @@ def _page(plan: Mapping[str, Any], mesh: MeshSpec, variables: list[VariableUse])
         reads=[ReadReason(**each) for each in shared.get("reasons", ())],
         facts=[],
     )
-    return replace(made, charts=_charts(plan, mesh, whole=_whole_bytes(variables)))
 
 
 def _charts(plan: Mapping[str, Any], mesh: MeshSpec, *, whole: int) -> tuple[Chart, ...]:

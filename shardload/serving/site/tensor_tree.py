@@ -23,7 +23,7 @@ from shardload.serving.site.pages import filtered
 from shardload.units import format_bytes, plural
 
 MOST_ROWS = 4000
-"""Most tensors on one page."""
+"""Most tensors, or variables, on one page."""
 _MOST_DEPTH = 24
 _LABEL = 300
 """Most characters that are shown of a part of a name."""
