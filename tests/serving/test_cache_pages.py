@@ -102,6 +102,7 @@ def test_peers_are_shown_with_what_they_sent(bucket, tmp_path):
             up, down = facts(second)["peers"]
             assert (up["url"], up["state"], up["blocks"], up["problem"]) == (first.address, "reachable", 0, None)
             assert up["since_s"] <= up["answered_s"] and (down["state"], down["answered_s"]) == ("left out", None)
+            assert down["problem"] == "cannot connect: Connection refused"
             assert second.get("/a/model.safetensors")[0] == 200
             up, down = facts(second)["peers"]
             assert (up["blocks"], up["bytes"]) == (2, len(first.get("/a/model.safetensors")[2])) and down["problem"]

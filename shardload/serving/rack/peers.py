@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import ssl
 import time
 from collections.abc import Callable, Iterable
@@ -72,6 +73,14 @@ _FAILURES = (_FailedError, aiohttp.ClientError, TimeoutError, OSError, EOFError,
 
 def _headers(file: PinnedFile, start: int, stop: int, wish: str) -> dict[str, str]:
     return {"Range": f"bytes={start}-{stop - 1}", "If-Match": f'"{file.tag}"', PEER_HEADER: wish}
+
+
+def _reason(error: Exception) -> str:
+    """Return why a peer was not reached, for people: aiohttp's text has the parts of a call."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
+    if cause is None or isinstance(cause, ssl.SSLError) or not cause.errno:
+        return str(error) or "it is silent"
+    return f"cannot connect: {os.strerror(cause.errno) if cause.errno > 0 else cause.strerror}"
 
 
 class _Peer:
@@ -201,7 +210,7 @@ class Peers:
             peer.asking = None
 
     def _leave_out(self, peer: _Peer, what: str, error: Exception) -> None:
-        why = str(error) or "it is silent"
+        why = _reason(error)
         self._note_error("peer", f"{what}: {why}")
         if peer.problem is None:
             peer.changed_s = time.time()
