@@ -34,14 +34,14 @@ class Visit:
         if message.type == "error" and "the server responded with a status" not in message.text:
             self.note(f"console: {message.text}")
 
-    def look(self, name):
-        """Check the page as it is now, and take a picture of it."""
+    def look(self, name, *, is_whole=False):
+        """Check the page as it is now, and take a picture of it, or of what the window shows."""
         for found in Axe().run(self.page).response["violations"]:
             self.note(f"axe {found['id']}: {[node['html'][:200] for node in found['nodes'][:3]]}")
         width = self.page.viewport_size["width"]
         if (wide := self.page.evaluate("document.documentElement.scrollWidth")) > width:
             self.note(f"{wide} pixels wide in a window of {width}")
-        self.page.screenshot(path=self.pictures / f"{name}-{self.label}.png")
+        self.page.screenshot(path=self.pictures / f"{name}-{self.label}.png", full_page=is_whole)
 
     def sign_in(self, token):
         """Give a wrong token, then the right one."""
@@ -108,6 +108,42 @@ class Visit:
             expect(bar).not_to_have_text(before)
             self.look("loads")
 
+    def jobs(self, checkpoint, large):
+        """Verify a checkpoint from its page, and see the job end without a reload; cancel a long one."""
+        self._start("Verify", checkpoint)
+        first = self.page.locator(".loads li").first
+        expect(first).to_contain_text(f"Verify {checkpoint}")
+        expect(first).to_contain_text("ended after")
+        self._start("Verify", large)
+        expect(first).to_contain_text("running")
+        bar = first.get_by_role("progressbar")
+        before = bar.get_attribute("value")
+        expect(bar).not_to_have_attribute("value", before)
+        self.look("jobs")
+        first.get_by_role("button", name=f"Cancel Verify {large}").press("Enter")
+        expect(first).to_contain_text("cancelled")
+        self.look("jobs-ended")
+
+    def _start(self, button, checkpoint):
+        self.page.goto(f"{self.address}/ui/checkpoints/{checkpoint}")
+        self.page.get_by_role("button", name=f"{button} {checkpoint}").click()
+        expect(self.page.get_by_role("heading", level=1)).to_have_text("Jobs")
+
+    def cache(self):
+        """Look at the cache and the peers, fetch a checkpoint into the cache, and see that it is there."""
+        self.page.get_by_role("link", name="Cache", exact=True).click()
+        expect(self.page.get_by_text("left out")).to_be_visible()
+        self.look("cache", is_whole=True)
+        items = self.page.locator(".loads li", has=self.page.get_by_role("button", name="Prefetch"))
+        name = items.first.locator(".name").text_content()
+        items.first.get_by_role("button", name=f"Prefetch {name}").click()
+        job = self.page.locator(".loads li", has_text=f"Prefetch {name}").first
+        expect(job).to_contain_text("ended after")
+        self.page.get_by_role("link", name="Cache", exact=True).click()
+        item = self.page.locator(".loads li", has=self.page.get_by_text(name, exact=True))
+        expect(item.get_by_role("button")).to_have_count(0)
+        self.look("cached", is_whole=True)
+
     def sign_out(self):
         """End the session."""
         self.page.get_by_role("link", name="Session").click()
@@ -123,7 +159,8 @@ def reading(url, token):
         yield answer
 
 
-def main(address, token, checkpoint, file, pictures):
+def main(address, token, checkpoint, pictures, *files):
+    file, large = files
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         sys.exit(f"There is no browser: install one of {', '.join(BROWSERS)}")
@@ -140,6 +177,8 @@ def main(address, token, checkpoint, file, pictures):
             visit.tree("attention", "decoder_block/ query")
             visit.plan("2x4", "decoder_block_0/attention/query/kernel")
             visit.loads(file, token)
+            visit.jobs(checkpoint, large)
+            visit.cache()
             visit.sign_out()
             problems += visit.problems
             context.close()
