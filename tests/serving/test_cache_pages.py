@@ -60,7 +60,7 @@ def test_what_is_in_the_cache_is_told_for_each_checkpoint(bucket, tmp_path):
         page = server.get(PAGE)[2].decode()
     assert str(tmp_path / "cache") in page and "2 missing" in page and "1.0 GiB" in page and "Peers" not in page
     assert f'href="{PAGE}" aria-current=page' in page and " style=" not in page
-    shown = dict(re.findall(r'<li><a class="name" href="/(\w)">\w</a><span class="client">([^<]*)<', page))
+    shown = dict(re.findall(r'href="/ui/checkpoints/(\w)">\w</a><span class="client">([^<]*)<', page))
     assert shown["a"] == "in use" and "pinned" in shown["b"] and "pinned" not in shown["c"]
     # What is there as a whole needs no button.
     assert set(re.findall(r'name="checkpoint" value="(\w)"', page)) == {"b", "c"} and "Verify" not in page

@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
 
 from aiohttp import web
 
@@ -20,7 +19,7 @@ from shardload.serving.rack.answers import RemoteFiles
 from shardload.serving.rack.blocks import HELD_BYTES
 from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.serving.site.job_pages import job_form
-from shardload.serving.site.pages import CACHE_PAGE, answer, moment, page
+from shardload.serving.site.pages import CACHE_PAGE, answer, checkpoint_path, moment, page
 from shardload.units import format_bytes, plural
 
 CACHE_PATH = "/api/v1/cache"
@@ -136,8 +135,8 @@ def _checkpoint(found: Mapping[str, Any]) -> str:
     is_whole = found["cached_bytes"] >= found["bytes"]
     form = "" if is_whole else job_form({found["name"]: found["name"]}, kinds=("prefetch",))
     return (
-        f'<li><a class="name" href="/{quote(found["name"])}">{name}</a><span class="client">{", ".join(marks)}</span>'
-        f'{bar}<span class="facts-line">{spans}</span>{form}</li>'
+        f'<li><a class="name" href="{checkpoint_path(found["name"])}">{name}</a>'
+        f'<span class="client">{", ".join(marks)}</span>{bar}<span class="facts-line">{spans}</span>{form}</li>'
     )
 
 
