@@ -102,6 +102,13 @@ def test_navigation_names_each_page_once():
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+def test_the_list_of_all_pages_has_each_page_once():
+    """The readme leads to it, where there is no navigation. Of the design notes, it has the first one."""
+    listed = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text().partition("## All pages")[2])
+    others = {page for page in pages(SITE["nav"]) if not page.startswith(("design/", "https:"))} - {"index.md"}
+    assert sorted(listed) == sorted({*others, "design/0001-the-waist.md"})
+
+
 def test_pages_are_in_the_section_of_their_folder():
     sections = {title: list(pages(entries)) for part in SITE["nav"][1:-1] for title, entries in part.items()}
     assert list(sections) == list(SECTIONS.values())
