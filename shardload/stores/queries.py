@@ -79,7 +79,10 @@ class ObjectBytes(Query):
                 raise answers.web_page(self._store.url, self._name) from None
             if failed.code == "no ranges" or (failed.status == 416 and self._start):
                 # Perhaps a web page: shorter than the file, or made for this request.
-                self._refuse_page(_is_page(await self._whole(client, path)))
+                whole = await self._whole(client, path)
+                self._refuse_page(_is_page(whole))
+                if not whole.meta["size"]:  # of an empty file, nginx and others send all, whatever the range
+                    raise answers.failure(self._store.url, self._name, FailedTry("it is empty", status=416)) from None
             raise
         try:
             self._refuse_page(_is_page(answer))

@@ -327,7 +327,7 @@ class RemoteStore(Store):
             page = None
         found = web_folders.links(page, self.requests.encoded(key)) if page else {}
         linked: dict[str, Kind] = {name: "folder" if inside else "file" for name, inside in found.items()}
-        if web_folders.is_of_checkpoints(found):
+        if page and web_folders.is_list(page, found):
             return ListedFolder(linked, is_complete=True)
         usual = {name: _joined(key, name) for name in web_folders.USUAL_NAMES}
         self._pages.read_ahead(usual.values())

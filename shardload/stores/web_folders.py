@@ -6,6 +6,7 @@ Others send nothing for a folder, so that only names which checkpoints usually h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from urllib.parse import unquote, urljoin, urlsplit
@@ -48,6 +49,9 @@ FILE_ENDINGS = (
 )
 """Endings of names that no folder has, so that nothing is asked for below them."""
 
+_LIST = re.compile(rb"<title>\s*(?:Index of|Directory listing for) |\xc2\xb7 shardload</title>", re.IGNORECASE)
+"""The titles of lists: those of nginx and Apache, of Python's http.server, and of `shardload serve`."""
+
 
 def links(page: bytes, address: str) -> dict[str, bool]:
     """Return name → whether it is a folder, for all links of a page to what is directly below ``address``."""
@@ -68,6 +72,14 @@ def links(page: bytes, address: str) -> dict[str, bool]:
         if plain not in ("", ".", "..") and "/" not in plain and "\0" not in plain:
             found[plain] = name.endswith("/")
     return found
+
+
+def is_list(page: bytes, found: Mapping[str, bool]) -> bool:
+    """Whether a page lists a folder; ``found`` is what `links` returned.
+
+    Servers that list folders say so in the title. Of other pages, those count that link to what checkpoints consist of.
+    """
+    return _LIST.search(page) is not None or is_of_checkpoints(found)
 
 
 def is_of_checkpoints(found: Mapping[str, bool]) -> bool:

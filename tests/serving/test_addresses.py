@@ -131,6 +131,26 @@ def small_model(seed):
     return model
 
 
+def test_steps_at_a_server_that_sends_empty_files_whole(bucket):
+    save_step(small_model(1), bucket.folder / "models" / "run", 10)
+    (bucket.folder / "models" / "run" / "10" / "empty").touch()
+    bucket.has_index = bucket.sends_empty_whole = True
+    with serving(bucket, root=f"{bucket.http}/models") as server:
+        assert "run" in names_of(server)
+        assert server.get("/run/10/empty")[::2] == (200, b"")
+
+
+def test_a_root_that_is_a_server_shows_all_that_it_has(tmp_path):
+    for name in ("alpha", "beta/gamma"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        save_file(array(1, 100), tmp_path / "models" / name / "model.safetensors")
+    with served("--root", tmp_path / "models") as first, served("--root", first.address) as second:
+        assert names_of(second) == names_of(first) == ["alpha", "beta/gamma"]
+        assert second.get("/beta/gamma/model.safetensors")[2] == first.get("/beta/gamma/model.safetensors")[2]
+        second.end()
+        assert not any("shows no list" in line for line in second.log)
+
+
 def test_many_clients_are_one_fetch_and_a_restart_reads_the_cache(bucket, big, tmp_path):
     options = ("--cache", tmp_path / "cache")
     with serving(bucket, *options) as server, ThreadPoolExecutor(12) as pool:

@@ -86,10 +86,13 @@ def test_whole_objects_and_their_ends(server, cache):
         cache.settle()
 
 
-def test_an_empty_object(server, cache):
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_empty_object(server, cache, scheme, is_whole):
+    server.sends_empty_whole = is_whole
     (server.folder / "empty").touch()
     for _ in range(2):
-        assert Requests(server.s3).version("empty").size == 0
+        assert Requests(getattr(server, scheme)).version("empty").size == 0
 
 
 def test_a_changed_object_is_fetched(server, cache):

@@ -21,7 +21,7 @@ from shardload.stores.json_files import read_object
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.remote import location_of
-from shardload.stores.web_folders import links
+from shardload.stores.web_folders import is_list, links
 
 
 def write(folder):
@@ -224,3 +224,12 @@ def test_a_forked_process_is_told_that_it_cannot_read(tmp_path, monkeypatch):
     write(tmp_path / "folder")
     with served(tmp_path, monkeypatch):
         assert subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=False).returncode == 7
+
+
+@pytest.mark.parametrize(
+    "title, expected",
+    [("Index of /models/", True), ("Directory listing for /", True), ("Team · shardload", True), ("Our models", False)],
+)
+def test_a_list_of_folders_is_known_by_its_title(title, expected):
+    page = f'<html><head><title>{title}</title></head><a href="../">up</a><a href="gemma/">gemma/</a>'.encode()
+    assert is_list(page, links(page, "http://host/models")) is expected

@@ -28,8 +28,9 @@ class ObjectServer:
     nothing more), ``dripping`` (paths of which it sends 20 bytes a second), ``cut`` (path → how many answers end in the
     middle), ``moved`` (path → status and address of a redirect), ``page`` (a web page sent in place of the objects in
     ``paged``, or of all with ``*``), ``markers`` (empty objects that stand for folders), ``has_index`` (folders are
-    shown by pages with links), ``fault`` (called with the handler of a request and its key; answers it and returns
-    True, or leaves it; not for requests that come through `back_door`).
+    shown by pages with links), ``sends_empty_whole`` (status 200 for a range of an empty object), ``fault`` (called
+    with the handler of a request and its key; answers it and returns True, or leaves it; not for requests that come
+    through `back_door`).
     """
 
     def __init__(self, folder):
@@ -40,7 +41,7 @@ class ObjectServer:
         self.page, self.paged = b"<!DOCTYPE html><title>Log in</title>" * 4, set()
         self.dripping = set()
         self.markers = set()  # empty objects that stand for folders
-        self.ignores_ranges = self.has_index = self.is_chunked = False
+        self.ignores_ranges = self.has_index = self.is_chunked = self.sends_empty_whole = False
         self.fault = None  # called with the handler of each request and its key: answers, or returns False
         self.is_changed = False
         self.lock = threading.RLock()  # held while objects change, and while an answer is made of them
@@ -129,7 +130,7 @@ class ObjectServer:
         self.moved.clear()
         self.paged.clear()
         self.dripping.clear()
-        self.ignores_ranges = self.has_index = self.is_chunked = False
+        self.ignores_ranges = self.has_index = self.is_chunked = self.sends_empty_whole = False
         self.markers.clear()
 
     def names(self):
@@ -244,7 +245,7 @@ def _handler(store):
                     if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
                         return self._say(412, _xml_error("PreconditionFailed"))
                 headers |= {"Content-Type": "text/html; charset=utf-8"} if is_page else {}
-                if asked is None or store.ignores_ranges:
+                if asked is None or store.ignores_ranges or (store.sends_empty_whole and not total):
                     first, last, code = 0, total - 1, 200
                 else:
                     first, last, code = int(asked[1]), min(int(asked[2] or total - 1), total - 1), 206
