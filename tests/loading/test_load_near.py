@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from serving import served
 
 import shardload
-from shardload.errors import TransferError
+from shardload.errors import BudgetError, TransferError
 from shardload.manifest import View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
@@ -104,6 +104,15 @@ def test_most_bytes_go_straight_into_the_shards(store):
     check(f"{store.http}/{NAME}", store.folder)
     assert len(store.received) == 6
     assert store.bytes_sent <= 1.001 * (store.folder / NAME).stat().st_size + (256 << 10)
+
+
+@pytest.mark.parametrize(("budget", "count"), [("16MiB", 12), ("32MiB", 6)])
+def test_a_small_budget_is_kept(store, budget, count):
+    """A block has at most a sixteenth of it. With a smaller one, blocks below 1 MiB would be requested together."""
+    check(f"{store.http}/{NAME}", store.folder, host_memory_bytes=budget)
+    assert len(store.received) == count
+    with pytest.raises(BudgetError, match="at least 16MiB"):
+        check(f"{store.http}/{NAME}", store.folder, host_memory_bytes="15MiB")
 
 
 def test_gaps_are_read_as_from_a_file(tmp_path):
