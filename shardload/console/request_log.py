@@ -1,15 +1,26 @@
-"""The log of a server's requests on stderr, written by a thread: whoever reads it slowly keeps no client waiting."""
+"""The log of a server on stderr, written by a thread: whoever reads it slowly keeps no client waiting.
+
+    requests, jobs, errors, notes ─┐
+    warnings of Python ────────────┼─► facts ─► a line of text, or a JSON object ─► stderr
+    what libraries log ────────────┘
+
+Lines that nobody takes are left out, and counted.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from typing import Any, Literal
 
 from shardload.reports import printable
 from shardload.units import exact_bytes
@@ -19,10 +30,13 @@ _MOST_LINES = 10_000
 _END_S = 2.0
 _STDERR = 2
 """Its descriptor: the thread must not keep the lock of Python's own stream while no one reads it."""
+_REFUSALS = (401, 403, 429)
+
+Level = Literal["info", "warning", "error"]
 
 
 class RequestLog:
-    """Writes the facts of requests to stderr, each as a line that ``shown`` makes. Close it to write what waits."""
+    """Writes facts to stderr, each as a line that ``shown`` makes. Close it to write what waits."""
 
     def __init__(self, shown: Callable[[dict[str, Any]], str]) -> None:
         self._shown = shown
@@ -34,9 +48,25 @@ class RequestLog:
     def note(self, facts: dict[str, Any]) -> None:
         """Write facts soon; leave them out if too many wait."""
         try:
-            self._waiting.put_nowait({"unix_s": round(time.time(), 3), **facts})
+            self._waiting.put_nowait({"unix_s": round(time.time(), 3), "level": _level(facts), **facts})
         except queue.Full:
             self._n_left_out += 1
+
+    @contextmanager
+    def taking_all(self) -> Iterator[None]:
+        """Write warnings of Python, and those lines of libraries that would go to stderr, as lines of this log."""
+
+        def show(message: Warning | str, *_: Any, **__: Any) -> None:
+            self.note({"problem": str(message)})
+
+        shown, root, lines = warnings.showwarning, logging.getLogger(), _LibraryLines(self.note)
+        warnings.showwarning = show
+        root.addHandler(lines)
+        try:
+            yield
+        finally:
+            root.removeHandler(lines)
+            warnings.showwarning = shown
 
     def close(self) -> None:
         """Write what waits, unless nobody takes it."""
@@ -49,15 +79,36 @@ class RequestLog:
             self._write(facts)
             if n_left_out := self._n_left_out:
                 self._n_left_out = 0
-                self._write(
-                    {"unix_s": facts["unix_s"], "problem": f"{n_left_out} lines were left out: nobody took them"}
-                )
+                problem = f"{n_left_out} lines were left out: nobody took them"
+                self._write({"unix_s": facts["unix_s"], "level": "warning", "problem": problem})
 
     def _write(self, facts: dict[str, Any]) -> None:
         line = memoryview(f"{self._shown(facts)}\n".encode(errors="backslashreplace"))
         with suppress(OSError):  # a log that cannot be written ends no server
             while line:
                 line = line[os.write(_STDERR, line) :]
+
+
+class _LibraryLines(logging.Handler):
+    """What libraries log, at least as a warning."""
+
+    def __init__(self, note: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Make facts of a record."""
+        found = traceback.format_exception(record.exc_info[1]) if record.exc_info and record.exc_info[1] else []
+        text = "\n".join([f"{record.name}: {record.getMessage()}", *found]).rstrip()
+        self._note({"level": "error" if record.levelno >= logging.ERROR else "warning", "problem": text})
+
+
+def _level(facts: dict[str, Any]) -> Level:
+    """Return how bad it is: an error is what an operator should look at."""
+    status = facts.get("status", 0)
+    if status >= 500 or facts.get("state") == "failed" or facts.get("verdict") == "damaged":
+        return "error"
+    return "warning" if status in _REFUSALS or "problem" in facts or "note" in facts else "info"
 
 
 def json_line(facts: dict[str, Any]) -> str:
@@ -75,6 +126,18 @@ def text_line(facts: dict[str, Any]) -> str:
     elif "job" in facts:
         found = facts.get("verdict") or facts.get("problem") or ""
         text = f"job {facts['job']}: {facts['kind']} {facts['checkpoint']}: {facts['state']} {found}".rstrip()
+    elif "event" in facts:
+        text = _EVENTS[facts["event"]].format_map(facts)
+    elif "note" in facts:
+        text = f"note: {facts['note']}"
     else:
         text = f"{facts.get('client', '-')} {facts['problem']}"
-    return f"{time.strftime('%H:%M:%S', time.localtime(facts['unix_s']))} {printable(text)}"
+    at = datetime.fromtimestamp(facts["unix_s"]).astimezone()
+    return f"{at.isoformat(timespec='seconds')} {printable(text)}"
+
+
+_EVENTS = {
+    "started": "started: shardload {version} at {address}",
+    "stopping": "stopping: what is being sent may take {grace_s:g} s (requests: {requests})",
+    "stopped": "stopped after {seconds:.1f} s",
+}

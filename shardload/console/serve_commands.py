@@ -103,7 +103,7 @@ _Pin = Annotated[
     ),
 ]
 _RequestLog = Annotated[
-    bool, typer.Option("--log-json", help="Log each request as one JSON object on stderr, not as a line of text.")
+    bool, typer.Option("--log-json", help="Log requests and all else on stderr as one JSON object a line, not as text.")
 ]
 
 
@@ -166,31 +166,33 @@ def serve(
             grace_s=grace,
             until_stdin_closes=until_stdin_closes,
         )
-        if tokens and not listening.is_local and tls_cert is None:
-            streams.note("without --tls-cert, tokens and weights are sent unencrypted")
-        own = [each for each in root or () if not is_read_in_place(each)]
-        remote = [AddressRoot(partial(place_in_store, each)) for each in root or () if is_read_in_place(each)]
-        catalogue = Catalogue(own, runs=run or (), may_be_empty=bool(remote))
-        addresses = RemoteCatalogue(remote, taken=catalogue.names("") or {})
-        cache_used = current_cache() if addresses.roots else None
-        pin_in_cache(pin or (), addresses, cache_used)
-        for line in (*catalogue.left_out(), *addresses.left_out()):
-            streams.note(line)
-        for problem in addresses.problems():
-            streams.note(f"{problem.rstrip('.')}. The server starts without what is there, and tries again")
-        served = summary((*catalogue.checkpoints(), *addresses.checkpoints()))
         log = RequestLog(json_line if log_json else text_line)
         try:
-            serve(
-                catalogue,
-                listening,
-                tokens=tokens,
-                state=state,
-                log=log.note,
-                started=lambda address: out.text(f"{served} at {address}\n"),
-                addresses=addresses,
-                cache=cache_used,
-                peers=tuple(peer or ()),
-            )
+            if tokens and not listening.is_local and tls_cert is None:
+                log.note({"note": "without --tls-cert, tokens and weights are sent unencrypted"})
+            own = [each for each in root or () if not is_read_in_place(each)]
+            remote = [AddressRoot(partial(place_in_store, each)) for each in root or () if is_read_in_place(each)]
+            catalogue = Catalogue(own, runs=run or (), may_be_empty=bool(remote))
+            addresses = RemoteCatalogue(remote, taken=catalogue.names("") or {})
+            cache_used = current_cache() if addresses.roots else None
+            pin_in_cache(pin or (), addresses, cache_used)
+            for line in (*catalogue.left_out(), *addresses.left_out()):
+                log.note({"note": line})
+            for problem in addresses.problems():
+                text = f"{problem.rstrip('.')}. The server starts without what is there, and tries again"
+                log.note({"note": text})
+            served = summary((*catalogue.checkpoints(), *addresses.checkpoints()))
+            with log.taking_all():
+                serve(
+                    catalogue,
+                    listening,
+                    tokens=tokens,
+                    state=state,
+                    log=log.note,
+                    started=lambda address: out.text(f"{served} at {address}\n"),
+                    addresses=addresses,
+                    cache=cache_used,
+                    peers=tuple(peer or ()),
+                )
         finally:
             log.close()

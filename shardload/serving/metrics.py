@@ -50,6 +50,11 @@ class Metrics:
         self.connections = Gauge("shardload_connections", "Open connections", registry=self._registry)
         self.checkpoints = Gauge("shardload_checkpoints", "Checkpoints in the catalogue", registry=self._registry)
 
+    @property
+    def n_running(self) -> int:
+        """How many requests are being answered."""
+        return self.value("shardload_running_requests")
+
     def value(self, name: str, **labels: str) -> int:
         """Return a counter by the name that Prometheus knows it by; 0 if nothing was counted."""
         return int(self._registry.get_sample_value(name, labels) or 0)

@@ -9,6 +9,7 @@ import resource
 import signal
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from shardload import __version__
 from shardload.errors import SourceError, UsageError
 from shardload.serving.application import Access, Service
 from shardload.serving.connection import Connection
@@ -134,7 +136,7 @@ def serve(
         listening: Where.
         tokens: One of them is needed to read; required where other machines can connect.
         state: Folder for jobs and digests of files; without one, they are gone with this process.
-        log: Called with the facts of each request.
+        log: Called with the facts of each request, and of what else happens.
         started: Called with the server's address, once it can be asked.
         addresses: What is served of other stores.
         cache: Keeps what is fetched from these.
@@ -169,9 +171,10 @@ def serve(
     service.metrics.connections.set_function(lambda: share.n_open)
     with bound(listening.host, listening.port, share=share) as listener:
         try:
-            asyncio.run(_run(service, listener, listening, context, started))
+            ended_s = asyncio.run(_run(service, listener, listening, context, started=started, log=log))
         finally:
             jobs.stop()
+    log({"event": "stopped", "seconds": round(time.monotonic() - ended_s, 3)})
 
 
 def _allow_descriptors(count: int) -> None:
@@ -195,8 +198,11 @@ async def _run(
     listener: Listener,
     listening: Listening,
     context: ssl.SSLContext | None,
+    *,
     started: Callable[[str], None],
-) -> None:
+    log: Callable[[dict[str, Any]], None],
+) -> float:
+    """Serve, and return when the end was asked for, by `time.monotonic`."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
@@ -235,9 +241,12 @@ async def _run(
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
         port = listener.getsockname()[1]
         handing = loop.create_task(service.handing.run()) if service.hands_over else None
-        started(f"{'http' if context is None else 'https'}://{host}:{port}")
+        address = f"{'http' if context is None else 'https'}://{host}:{port}"
+        log({"event": "started", "version": __version__, "address": address})
+        started(address)
         await ended.wait()
-        service.is_ending = True
+        ended_s, service.is_ending = time.monotonic(), True
+        log({"event": "stopping", "requests": service.metrics.n_running, "grace_s": listening.grace_s})
         service.catalogue.stop()
         service.announcing.end()
         if handing is not None:
@@ -248,3 +257,4 @@ async def _run(
         await runner.cleanup()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+    return ended_s

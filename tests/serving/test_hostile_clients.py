@@ -57,7 +57,7 @@ def test_clients_that_leave_are_one_line_each(folder):
         eventually(lambda: metric(server, "shardload_running_requests") == 1)
         server.end()
     left = [json.loads(line) for line in server.log]
-    assert [each["problem"] for each in left if each["path"] == FILE] == ["cut off"] * 4
+    assert [each["problem"] for each in left if each.get("path") == FILE] == ["cut off"] * 4
 
 
 @pytest.mark.parametrize("count", [1200], ids=lambda count: f"{count} requests")
@@ -113,7 +113,7 @@ def test_what_is_no_request_is_one_line_without_its_text(folder):
         server.end()
     log = "".join(server.log)
     assert "bad request" in log and "Traceback" not in log and "token" not in log and "\x1b" not in log
-    assert len(server.log) <= 7
+    assert len(server.log) <= 10
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
