@@ -26,7 +26,7 @@ SCHEMATHESIS := .cache/schemathesis
 BROWSER := .cache/browser
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser soak nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -111,7 +111,11 @@ browser: $(STAMP)  ## clicks through the server's pages in Chromium, which must 
 	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check "playwright>=1.65,<2" "axe-playwright-python>=0.1.8,<0.2"
 	$(BIN)/python -m pytest tests/serving/test_browser.py -rP --browser $(BROWSER)/bin/python
 
-nightly: wheels moto schemathesis browser kills faults models fuzz folders test-full  ## what takes too long for every change: hours
+soak: $(STAMP)  ## a server under 10,000 slow connections, then under all that clients can do, for an hour: no wrong answer, no leak
+	$(BIN)/python -m benchmarks.slow_connections
+	$(BIN)/python -m benchmarks.soak
+
+nightly: wheels moto schemathesis browser soak kills faults models fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 

@@ -213,7 +213,11 @@ class Client:
 
     def _changing(self) -> None:
         number = self._chance.randrange(10)
-        status, _, body = self._ask(f"/changing/{number}/model.safetensors")
+        try:
+            status, _, body = self._ask(f"/changing/{number}/model.safetensors")
+        except http.client.IncompleteRead:  # it was removed while it was sent
+            self._leave()
+            return
         made = (2).to_bytes(8, "little") + b"{}"
         self._expect(status == 404 or (status == 200 and body == made), number, status, body[:200])
 

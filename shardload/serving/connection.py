@@ -5,6 +5,9 @@ aiohttp's own answers say which version of it and of Python this is.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from aiohttp import web
 
 from shardload.serving.application import HEADERS
@@ -29,5 +32,23 @@ class Connection(web.RequestHandler):
         return answer
 
 
+def refusing_expectations(
+    handler: Callable[[Any], Awaitable[web.StreamResponse]], note: Callable[[str, str, str], None]
+) -> Callable[[Any], Awaitable[web.StreamResponse]]:
+    """Return a handler that refuses requests which expect what is unknown, and notes kind, client and text of that.
+
+    aiohttp's own answer repeats what the client sent, and is an error of the server if that is no text.
+    """
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        if request.headers.get("Expect", _EXPECTED).lower() == _EXPECTED:
+            return await handler(request)
+        note("bad request", request.remote or "", "it expects something unknown")
+        return web.Response(status=417, text=f"Expect can be {_EXPECTED} only.\n", headers=HEADERS)
+
+    return handle
+
+
+_EXPECTED = "100-continue"
 _TEXTS = {400: "This is no valid request.\n"}
 _BROKEN = "This cannot be answered: the server's log says why.\n"

@@ -22,7 +22,7 @@ from aiohttp import web
 from shardload import __version__
 from shardload.errors import SourceError, UsageError
 from shardload.serving.application import Access, Service
-from shardload.serving.connection import Connection
+from shardload.serving.connection import Connection, refusing_expectations
 from shardload.serving.jobs.queue import Jobs
 from shardload.serving.jobs.records import JobRecords
 from shardload.serving.limits import ConnectionShare, RequestRate
@@ -217,6 +217,7 @@ async def _run(
     await runner.setup()
     requests = runner.server
     assert requests is not None
+    requests.request_handler = refusing_expectations(requests.request_handler, service.note_error)
     options: dict[str, Any] = {
         "access_log": None,
         "keepalive_timeout": _IDLE_S,

@@ -116,6 +116,18 @@ def test_what_is_no_request_is_one_line_without_its_text(folder):
     assert len(server.log) <= 10
 
 
+@pytest.mark.parametrize("expected", [b"something", b"\xe9\xff", b"100-continue, x"])
+@pytest.mark.parametrize("asked", [ASK, "PUT /models HTTP/1.1\r\nHost: localhost\r\n"])
+def test_what_is_expected_is_not_repeated(folder, asked, expected):
+    with served("--root", folder) as server:
+        found = server.raw(asked.encode() + b"Connection: close\r\nExpect: " + expected + b"\r\n\r\n")
+        assert found.startswith(b"HTTP/1.1 417 ") and found.endswith(b"\r\n\r\nExpect can be 100-continue only.\n")
+        assert b"\r\nServer: shardload\r\n" in found
+        server.end()
+    log = "".join(server.log)
+    assert "it expects something unknown" in log and "Traceback" not in log
+
+
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_all_connections_count_as_soon_as_they_are_accepted(folder, certificate, scheme):
     """Also many at once, and those that never finish the handshake of TLS."""

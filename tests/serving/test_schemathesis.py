@@ -30,7 +30,7 @@ def test_made_up_requests_are_answered_as_described(request, tmp_path, path):
     (tmp_path / "schemathesis.toml").write_text(SETTINGS.format(path))
     with served("--root", tmp_path / "root", "--log-json") as server:
         command = [program, "run", f"{server.address}/openapi.json", "--max-examples", str(EXAMPLES)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3600, check=False)
         assert done.returncode == 0, done.stdout[-4000:]
         assert server.process.poll() is None
         descriptors = server.descriptors()
