@@ -1,11 +1,14 @@
 """The recipes of docs/how-to for clusters and notebooks, as far as one machine can run them, and quoted messages."""
 
 import ast
+import contextlib
 import functools
 import itertools
 import json
 import os
 import re
+import shutil
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +16,14 @@ from pathlib import Path
 import kubernetes_fields
 import pytest
 import warm_start
+import yaml
 from bucket_server import bucket
 from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 from process_runs import job_of_a_free_port
 
 from shardload.console import launch
 from shardload.runs.listing import list_steps
+from shardload.serving.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = ROOT / "docs" / "how-to"
@@ -43,7 +48,7 @@ def test_a_recipe_says_what_was_tried_what_to_expect_and_what_to_look_at(name):
     assert "## When it hangs or fails" in text and "(troubleshooting.md)" in text
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if scripts(name)])
+@pytest.mark.parametrize("name", [name for name in [*RECIPES, "operate-a-server"] if scripts(name)])
 def test_the_scripts_of_a_recipe_are_valid(name):
     for script in scripts(name):
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
@@ -126,7 +131,7 @@ def kubernetes(name):
     [
         ("load-on-kubernetes", {"Service", "Job"}),
         ("start-several-processes", {"Service", "Job"}),
-        ("serve-checkpoints", {"DaemonSet"}),
+        ("operate-a-server", {"Service", "DaemonSet"}),
     ],
 )
 def test_kubernetes_objects_have_only_fields_that_exist(name, kinds):
@@ -217,6 +222,56 @@ def test_pods_of_a_job_set_have_names_and_room(job_set):
     room, limit = volumes["staging"]["sizeLimit"], container["resources"]["limits"]["ephemeral-storage"]
     assert int(room.removesuffix("Gi")) < int(limit.removesuffix("Gi"))
     assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
+
+
+# ---- a server ------------------------------------------------------------------------------------
+
+
+def blocks(language, text):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_servers_are_started_with_options_that_exist():
+    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    table = reference.partition("## shardload serve")[2].partition("\n## ")[0]
+    text = (page("serve-checkpoints") + page("operate-a-server")).replace("\\\n", " ")
+    (pod,) = kubernetes("operate-a-server")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    lines = [line.partition("shardload serve ")[2] for line in text.splitlines()] + pod["command"] + pod["args"]
+    used = {option for line in lines for option in re.findall(r"--[a-z-]+", line)}
+    assert "--token-file" in used and {option for option in used if f"`{option}" not in table} == set()
+
+
+def test_a_server_may_finish_before_it_is_killed():
+    spec = kubernetes("operate-a-server")["DaemonSet"]["spec"]["template"]["spec"]
+    grace = dict(itertools.pairwise(spec["containers"][0]["command"]))["--grace"]
+    (unit,) = blocks("ini", page("operate-a-server"))
+    (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert min(int(stop), spec["terminationGracePeriodSeconds"]) > int(grace)
+
+
+def test_alerts_watch_metrics_that_exist():
+    (alerts,) = [block for block in blocks("yaml", page("operate-a-server")) if block.startswith("groups:")]
+    rules = [rule for group in yaml.safe_load(alerts)["groups"] for rule in group["rules"]]
+    watched = {name for rule in rules for name in re.findall(r"\b(?:shardload_\w+|up)\b", rule["expr"])}
+    there = set(re.findall(r"^# HELP (\w+)", Metrics().text().decode(), re.MULTILINE))
+    assert len(rules) == len(watched) == 3 and watched <= there | {"up"}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_the_commands_for_certificates_make_ones_that_are_trusted(tmp_path):
+    done = run_script(f"set -e\n{scripts('operate-a-server')[0]}", cwd=tmp_path)
+    assert done.returncode == 0 and "cert.pem: OK" in done.stdout, done.stderr
+    client = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    for name in ("host1", "10.0.0.1"):
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        one = client.wrap_bio(to_client, to_server, server_hostname=name)
+        other = server.wrap_bio(to_server, to_client, server_side=True)
+        for side in (one, other, one):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        assert one.version() == "TLSv1.3" and one.getpeercert()["subject"] == ((("commonName", "host1"),),)
 
 
 # ---- buckets -------------------------------------------------------------------------------------
