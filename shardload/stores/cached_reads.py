@@ -82,6 +82,8 @@ class CachedReads:
 
     def __init__(self, cache: RangeCache, origin: RangeSource) -> None:
         self._cache, self._origin = cache, origin
+        self.is_use = True
+        """Whether what is read counts as used, so that it stays in the cache."""
         self._used_since_s = time.time()
         self._variant = _variant(origin)
         self._pins: dict[str, asyncio.Future[Version | None]] = {}
@@ -96,7 +98,7 @@ class CachedReads:
         stored = self._stored(name, self._origin.known_version(name))
         if stored is None:
             return False
-        found = (self._cache.find(stored, start, min(stop, stored.size)) for start, stop in ranges)
+        found = (self._find(stored, start, min(stop, stored.size)) for start, stop in ranges)
         return all(piece.segment is not None for pieces in found for piece in pieces)
 
     def read_into(self, name: str, buffers: Sequence[memoryview], start: int) -> bool:
@@ -104,11 +106,14 @@ class CachedReads:
         stored = self._stored(name, self._origin.known_version(name))
         if stored is None:
             return False
-        pieces = self._cache.find(stored, start, start + sum(map(len, buffers)))
+        pieces = self._find(stored, start, start + sum(map(len, buffers)))
         if any(piece.segment is None for piece in pieces):
             return False
         parts = (between(buffers, piece.start - start, piece.stop - start) for piece in pieces)
         return all(self._cache.read_into(part, stored, piece) for part, piece in zip(parts, pieces, strict=True))
+
+    def _find(self, stored: CachedObject, start: int, stop: int) -> list[Piece]:
+        return self._cache.find(stored, start, stop, is_use=self.is_use)
 
     async def _found(self, name: str, start: int, stop: int | None) -> _Found | memoryview | None:
         from asyncio import gather, get_running_loop
@@ -116,7 +121,7 @@ class CachedReads:
         stored = self._stored(name, await self._version(name))
         if stored is None or start >= (end := min(stored.size, stored.size if stop is None else stop)):
             return await self._fetched(name, start, stop)
-        pieces = await get_running_loop().run_in_executor(None, self._cache.find, stored, start, end)
+        pieces = await get_running_loop().run_in_executor(None, self._find, stored, start, end)
         gaps = [piece for piece in pieces if piece.segment is None]
         data = await gather(*(self._fetched(name, gap.start, gap.stop) for gap in gaps))
         if None in data:

@@ -170,8 +170,8 @@ class RangeCache:
         except OSError:
             return False
 
-    def find(self, found: CachedObject, start: int, stop: int) -> list[Piece]:
-        """Divide a range of an object into stored pieces and gaps."""
+    def find(self, found: CachedObject, start: int, stop: int, *, is_use: bool = True) -> list[Piece]:
+        """Divide a range of an object into stored pieces and gaps; ``is_use`` if the object counts as used now."""
         now_s = time.monotonic()
         with self._lock:
             listed = self._listed.get(found)
@@ -183,7 +183,7 @@ class RangeCache:
                 touched_s = self._listed[found].touched_s if found in self._listed else -_TOUCH_S
                 listed = self._listed[found] = _Listed(segments, now_s, touched_s)
             pieces = cover(segments, start, stop)
-        if now_s - listed.touched_s >= _TOUCH_S:
+        if is_use and now_s - listed.touched_s >= _TOUCH_S:
             listed.touched_s = now_s
             self.folder.touch(found)
         return pieces

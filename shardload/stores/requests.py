@@ -99,6 +99,11 @@ class Requests:
         cache = current_cache()
         self._cached = None if cache is None else CachedReads(cache, self)
 
+    def only_look(self) -> None:
+        """From now on, what is read does not count as used: it is not why it stays in the cache."""
+        if self._cached is not None:
+            self._cached.is_use = False
+
     @functools.cached_property
     def _client(self) -> Any:
         return client(self.address, stall_s=stall_s(), headers={**(self._headers or {}), **self._token_headers})

@@ -289,6 +289,21 @@ def test_what_was_not_used_for_longest_makes_room(bucket, big, tmp_path):
         assert bucket.sent_of("other") < MIB
 
 
+def test_a_scan_is_no_use_of_what_it_looks_at(bucket, big, tmp_path):
+    options = ("--cache", tmp_path / "cache")
+    with serving(bucket, *options) as server:
+        assert server.get(BIG)[2] == big
+        assert server.end() == 0
+    used = list((tmp_path / "cache").rglob("object.json"))
+    for path in used:
+        os.utime(path, times=(1000.0, 1000.0))
+    with serving(bucket, *options) as server:
+        assert server.get("/none")[0] == 404
+        assert used and {path.stat().st_mtime for path in used} == {1000.0}
+        assert server.get(BIG, Range="bytes=0-9")[2] == big[:10]
+        assert eventually(lambda: max(path.stat().st_mtime for path in used) > 1000.0)
+
+
 def test_loads_are_equal(bucket, tmp_path):
     model = small_model(3)
     model.save_weights(bucket.folder / "models" / "some.weights.h5")

@@ -376,6 +376,7 @@ def test_a_prefetch_that_the_cache_does_not_store_is_not_done(bucket, tmp_path):
         drafts = tmp_path / "cache" / "shardload-ranges-1" / "new"
 
         def is_in_the_way():  # headers may still be on their way to the disk
+            drafts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             shutil.rmtree(drafts, ignore_errors=True)
             with contextlib.suppress(IsADirectoryError):
                 drafts.write_text("in the way")

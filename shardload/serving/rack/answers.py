@@ -125,7 +125,11 @@ class RemoteFiles:
                 self._note_failure(file, error)
                 raise
             if not await self.blocks.stored(file):
-                raise WriteError(f"Cannot prefetch {key}: the cache did not store all of it; the server's log says why")
+                raise WriteError(
+                    f"Cannot prefetch {key}: the cache did not store all of it. It may be full of what was used in the "
+                    "last two minutes or is pinned: try again later, or start the server with a larger --cache-size. "
+                    "The server's log says more"
+                )
 
     async def _prefetch_file(self, file: PinnedFile, advance: Callable[[int], None]) -> None:
         n_blocks = -(-file.n_bytes // FILE_BLOCK_BYTES)

@@ -103,7 +103,7 @@ class AddressRoot:
 
     def _scan(self, taken: set[str]) -> Scan[ListedObject]:
         found = Scan[ListedObject]()
-        place = self._place()
+        place = self._looked_at()
         sizes: Mapping[str, int] | None = None
         if _store_of(place).can_list:
             below = _store_of(place).requests.sizes(place.key, trusts_none=True)
@@ -111,7 +111,7 @@ class AddressRoot:
             if below and not self.is_fixed:
                 facts = StoreFacts(folders=_folders(below, above=place.key))
                 with knowing({_store_of(place).url: facts}):
-                    place = self._place()
+                    place = self._looked_at()
         name = _name(place)
         if not is_shown(name):
             raise UsageError(f"Cannot serve {self.url}: {name!r} is no name that the server can show. Give another one")
@@ -134,6 +134,11 @@ class AddressRoot:
         else:
             raise SourceNotFoundError(f"Cannot serve {self.url}: there is nothing at this address. Check it")
         return found
+
+    def _looked_at(self) -> Location:
+        place = self._place()
+        _store_of(place).requests.only_look()  # or what no client asks for would stay in the cache
+        return place
 
     def _file(self, place: Location, sizes: Mapping[str, int] | None) -> ListedObject:
         n_bytes = None if sizes is None else sizes.get(place.key)
