@@ -244,7 +244,7 @@ def test_servers_are_started_with_options_that_exist():
 def test_a_server_may_finish_before_it_is_killed():
     spec = kubernetes("operate-a-server")["DaemonSet"]["spec"]["template"]["spec"]
     grace = dict(itertools.pairwise(spec["containers"][0]["command"]))["--grace"]
-    (unit,) = blocks("ini", page("operate-a-server"))
+    unit = blocks("ini", page("operate-a-server"))[0]
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert min(int(stop), spec["terminationGracePeriodSeconds"]) > int(grace)
 
