@@ -35,7 +35,7 @@ from shardload.serving.handing import Handing
 from shardload.serving.jobs.queue import Jobs
 from shardload.serving.jobs.records import JobRecords
 from shardload.serving.jobs.requests import JobRequests, may_have_body, refuse_pages_of_others
-from shardload.serving.limits import RequestRate, client_of
+from shardload.serving.limits import LineRate, RequestRate, client_of
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
 from shardload.serving.rack.answers import RemoteFiles
@@ -60,6 +60,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ID, _SENT, _ROUTE = web.RequestKey("id", str), web.RequestKey("sent", int), web.RequestKey("route", str)
 _SUPERVISED = ("/healthz", "/readyz")
 """Paths that may be asked for at any rate, without a token: a supervisor asks for them."""
+_ASKED_ALWAYS = (*_SUPERVISED, "/metrics")
+"""Paths that programs ask for again and again: an answer as usual is no line of the log."""
 _OPEN = (*_SUPERVISED, *OPEN_PATHS)
 """Paths that need no token."""
 _OWN_NAME = "localhost"
@@ -156,7 +158,7 @@ class Service:
         self.announcing = Announcing(catalogue, self._refresh_old)
         self.is_ending = False
         """Whether the server stops soon: it is not ready for more."""
-        self._log, self._page_s, self._rate = log, page_s, rate
+        self._log, self._page_s, self._rate, self._lines = log, page_s, rate, LineRate()
         self._scanning: asyncio.Task[None] | None = None
         self._left_out = LeftOut(catalogue.left_out(), log)
         self._jobs = jobs or Jobs(catalogue, JobRecords(None), log)
@@ -216,19 +218,23 @@ class Service:
         self.metrics.running.inc()
         try:
             response = await handler(request)
-            status = response.status
+            status, request[_SENT] = response.status, request[_SENT] or _body_bytes(request, response)
             async with asyncio.timeout(self._page_s):  # nothing happens here if the handler has sent it already
                 await response.prepare(request)
                 await response.write_eof()
             return response
         except web.HTTPException as error:
-            status = error.status
+            status, request[_SENT] = error.status, _body_bytes(request, error)
+            problem = str(error.__cause__ or error.text).strip() if status >= 500 else None
             raise
         except (ConnectionError, TimeoutError, asyncio.CancelledError) as error:
             problem = "stalled" if isinstance(error, TimeoutError) else "cut off"
+            self.metrics.errors.labels(problem).inc()
+            if isinstance(error.__cause__, ShardloadError):
+                problem = f"{problem}: {error}"
             cut_off(request.transport, error)  # a client must not take what it has for all
             raise
-        except Exception as error:
+        except Exception as error:  # aiohttp reports it, and `shardload.serving.noise` counts it
             status, problem = 500, type(error).__name__
             raise
         finally:
@@ -238,14 +244,21 @@ class Service:
     def note_error(self, kind: str, client: str, text: str) -> None:
         """Count and log an error that no request shows, such as bytes that are none."""
         self.metrics.errors.labels(kind).inc()
-        self._log({"client": client, "problem": f"{kind}: {text}"})
+        self._log({"client": client, "problem": f"{kind}: {text}"} | ({"level": "error"} if kind == "server" else {}))
+
+    def note_connection(self, kind: str, client: str, text: str) -> None:
+        """Count a connection that comes to nothing, and log it, unless there was a line of its kind just now."""
+        if (left_out := self._lines.left_out(kind)) is None:
+            self.metrics.errors.labels(kind).inc()
+        else:
+            self.note_error(kind, client, f"{text} (and {left_out:,} more before)" if left_out else text)
 
     def _note(self, request: web.Request, status: int, problem: str | None, spent_s: float) -> None:
         route = request[_ROUTE]
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(spent_s)
-        if problem is not None:
-            self.metrics.errors.labels(problem).inc()
+        if status == 200 and problem is None and request.path in _ASKED_ALWAYS:
+            return
         facts = {
             "request": request[_ID],
             "client": request.remote,
@@ -271,19 +284,25 @@ class Service:
             raise web.HTTPMisdirectedRequest(text=f"This server answers to {_OWN_NAME} and 127.0.0.1 only.\n")
         is_open = request.path in _OPEN or self.access.allows(authorization)
         if not is_open and not self.sign_in.is_signed_in(request):
-            if (form := self.sign_in.refusal(request)) is not None:
-                form.headers["WWW-Authenticate"] = "Bearer"
-                return form
-            raise web.HTTPUnauthorized(
-                text="Send a token of this server: Authorization: Bearer TOKEN\n",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            return self._without_token(request, authorization or "")
         if request.method not in ("GET", "HEAD"):
             refuse_pages_of_others(request)
         is_known = request.match_info.http_exception is None  # otherwise that says what is wrong
         if is_known and request.can_read_body and not (may_have_body(request) or is_form(request)):
             raise web.HTTPBadRequest(text="Requests have no body here.\n")
         return await handler(request)
+
+    def _without_token(self, request: web.Request, authorization: str) -> web.Response:
+        has_other = authorization.lower().startswith("bearer ")
+        if has_other:
+            self.metrics.errors.labels("token").inc()
+        if (refused := self.sign_in.refusal(request)) is None:
+            if not has_other:
+                self.metrics.errors.labels("no token").inc()
+            asked = "Send a token of this server: Authorization: Bearer TOKEN"
+            refused = _text(f"{'This is not a token of this server.' if has_other else asked}\n", status=401)
+        refused.headers["WWW-Authenticate"] = "Bearer"
+        return refused
 
     async def _health(self, request: web.Request) -> web.Response:
         return _text("ok\n")
@@ -421,6 +440,12 @@ async def _with_headers(request: web.Request, response: web.StreamResponse) -> N
     response.headers.update({**HEADERS, "Content-Security-Policy": policy})
     if (number := request.get(_ID)) is not None:
         response.headers["X-Request-Id"] = number
+
+
+def _body_bytes(request: web.Request, response: web.StreamResponse) -> int:
+    """Return how many bytes the body of a page, a list or a refusal has."""
+    body = response.body if isinstance(response, web.Response) and request.method != "HEAD" else None
+    return len(body) if isinstance(body, bytes) else 0
 
 
 def _route(path: str) -> str:

@@ -1,4 +1,4 @@
-"""What one client may take of a server: a share of its connections and of its jobs, and so many requests a second.
+"""What one client may take of a server: a share of its connections and of its jobs, so many requests a second, lines.
 
 A client is an address; of IPv6, a network of 64 bits, as one machine has all addresses of such a network.
 """
@@ -14,6 +14,8 @@ from contextlib import suppress
 
 _BURST_S = 2.0
 """A client that was idle may send the requests of so many seconds at once."""
+_LINE_S = 10.0
+"""Seconds between two lines of the same kind that cost those who cause them next to nothing."""
 _MOST_CLIENTS = 10_000
 """How many clients are remembered; who is forgotten is taken for one that was idle."""
 
@@ -89,3 +91,21 @@ class RequestRate:
         if len(self._left) > _MOST_CLIENTS:
             self._left.popitem(last=False)
         return 0 if is_allowed else math.ceil((1 - left) / self._per_s)
+
+
+class LineRate:
+    """Says whether a line of a kind may be logged: a flood of connections must not fill a disk."""
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._next_s: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def left_out(self, kind: str) -> int | None:
+        """Return how many lines of the kind were left out since the last one; ``None`` if this one is to be, too."""
+        now_s = self._now()
+        if now_s < self._next_s.get(kind, now_s):
+            self._left_out[kind] += 1
+            return None
+        self._next_s[kind] = now_s + _LINE_S
+        return self._left_out.pop(kind, 0)

@@ -19,6 +19,14 @@ _UNREAD_MS = 75_000
 """Milliseconds after which the system closes a connection whose client takes nothing of what is sent."""
 
 
+class TooManyConnectionsError(ConnectionAbortedError):
+    """Raised when a connection was closed at once, because ``client`` or all together have too many."""
+
+    def __init__(self, client: str) -> None:
+        super().__init__(errno.ECONNABORTED, "there are too many connections")
+        self.client = client
+
+
 class Listener(socket.socket):
     """A bound socket that accepts at most so many connections at a time."""
 
@@ -31,12 +39,12 @@ class Listener(socket.socket):
                 self.setsockopt(socket.IPPROTO_TCP, option, _UNREAD_MS)  # connections inherit it
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, or close it at once and raise a `ConnectionAbortedError`: the caller waits for more."""
+        """Accept a connection, or close it at once and raise a `TooManyConnectionsError`."""
         made, address = super().accept()
         client = client_of(address[0])
         if not self._share.take(client):
             made.close()
-            raise ConnectionAbortedError(errno.ECONNABORTED, "there are too many connections")
+            raise TooManyConnectionsError(address[0])
         return _Accepted(made, lambda: self._share.give_back(client)), address
 
 

@@ -44,7 +44,10 @@ class Metrics:
             registry=self._registry,
         )
         self.errors = Counter(
-            "shardload_errors", "Requests that ended with an error", ["kind"], registry=self._registry
+            "shardload_errors",
+            "Requests and connections that failed",
+            ["kind"],
+            registry=self._registry,
         )
         self.running = Gauge("shardload_running_requests", "Requests being answered", registry=self._registry)
         self.connections = Gauge("shardload_connections", "Open connections", registry=self._registry)

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from shardload import __version__
 from shardload.errors import SourceError, UsageError
+from shardload.serving.accepting import Accepting
 from shardload.serving.application import Access, Service
 from shardload.serving.connection import Connection, refusing_expectations
 from shardload.serving.jobs.queue import Jobs
@@ -39,8 +40,6 @@ _LEAST_TOKEN = 16
 _TOKEN = re.compile(rb"[!-~]{%d,}" % _LEAST_TOKEN)
 _IDLE_S = 75.0
 """Seconds after which a connection without a complete request is closed."""
-_HANDSHAKE_S = 15.0
-_BACKLOG = 1024
 _THREADS = 32
 """Threads that open and read files: they wait for the disk more than they compute."""
 
@@ -232,13 +231,7 @@ async def _run(
     loop.set_default_executor(ThreadPoolExecutor(_THREADS))
 
     try:
-        server = await loop.create_server(
-            connect,
-            sock=listener,
-            ssl=context,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=None if context is None else _HANDSHAKE_S,
-        )
+        accepting = Accepting(listener, connect, context=context, note_error=service.note_connection)
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
         port = listener.getsockname()[1]
         handing = loop.create_task(service.handing.run()) if service.hands_over else None
@@ -253,7 +246,7 @@ async def _run(
         if handing is not None:
             handing.cancel()
         await service.examiner.close()
-        server.close()  # no more connections
+        accepting.close()
     finally:
         await runner.cleanup()
         for number in (signal.SIGINT, signal.SIGTERM):

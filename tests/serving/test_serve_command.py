@@ -133,5 +133,5 @@ def asking(server):
 def test_a_log_whose_reader_left_ends_no_server(root):
     with served("--root", root, reads_log=False) as server:
         for _ in range(3):
-            assert server.get("/healthz")[0] == 200
+            assert server.get("/")[0] == 200
         assert server.process.poll() is None

@@ -122,7 +122,7 @@ class RemoteFiles:
             try:
                 await self._prefetch_file(file, advance)
             except ShardloadError as error:
-                self._note_failure(file, error)
+                self._failed(file, error)
                 raise
             if not await self.blocks.stored(file):
                 raise WriteError(
@@ -182,7 +182,7 @@ class RemoteFiles:
             except ChangedError:
                 return await self._answer(request, key, sent)  # with the version that is there now
         except ShardloadError as error:
-            self._note_error("source", str(error))
+            self._metrics.errors.labels("source").inc()
             raise web.HTTPBadGateway(text=f"{error}\n") from error
 
     async def _answer(self, request: web.Request, key: str, sent: Callable[[int], None]) -> web.StreamResponse | None:
@@ -192,15 +192,24 @@ class RemoteFiles:
         wish = request.headers.get(PEER_HEADER)
         if wish is not None and request.method == "HEAD":
             return await self._told(request, file)
-        body = _BlockBody(request, file, self.blocks, wish, sent=sent, failed=self._note_failure)
-        with self.blocks.reading():
-            return await send_version(request, body, tag=file.tag, n_bytes=file.n_bytes, changed_s=file.changed_s)
+        body = _BlockBody(request, file, self.blocks, wish, sent=sent)
+        try:
+            with self.blocks.reading():
+                return await send_version(request, body, tag=file.tag, n_bytes=file.n_bytes, changed_s=file.changed_s)
+        except ChangedError as error:
+            self._failed(file, error)
+            raise
+        except ConnectionAbortedError as error:
+            if isinstance(error.__cause__, ShardloadError):
+                self._failed(file, error.__cause__)
+            raise
 
-    def _note_failure(self, file: PinnedFile, error: ShardloadError) -> None:
+    def _failed(self, file: PinnedFile, error: ShardloadError) -> None:
+        """Count a source that failed: the line of the request, or of the job, says why. Forget an old version."""
         if isinstance(error, ChangedError):
             self._pins.forget(file)
         else:
-            self._note_error("source", str(error))
+            self._metrics.errors.labels("source").inc()
 
     def _note_error(self, kind: str, text: str) -> None:
         self._metrics.errors.labels(kind).inc()
@@ -218,11 +227,10 @@ class _BlockBody(Body):
         wish: str | None,
         *,
         sent: Callable[[int], None],
-        failed: Callable[[PinnedFile, ShardloadError], None],
     ) -> None:
         """``wish`` is what another server wants to be done; ``None`` for all other clients."""
         super().__init__(request)
-        self._file, self._blocks, self._wish, self._sent, self._failed = file, blocks, wish, sent, failed
+        self._file, self._blocks, self._wish, self._sent = file, blocks, wish, sent
         self._to_come: Iterator[int] = iter(())
         self._ahead: deque[int] = deque()
         """Blocks that were begun in advance, and the one that is being sent."""
@@ -264,15 +272,11 @@ class _BlockBody(Body):
             self._sent(count)
 
     async def _block(self, number: int) -> FileBlock:
-        try:
-            if self._wish is None:
-                self._fetch_ahead(number)
-                return await self._blocks.get(self._file, number)
-            if self._wish == FETCH:
-                return await self._blocks.get(self._file, number, asks_peers=False)
-        except ShardloadError as error:
-            self._failed(self._file, error)
-            raise
+        if self._wish is None:
+            self._fetch_ahead(number)
+            return await self._blocks.get(self._file, number)
+        if self._wish == FETCH:
+            return await self._blocks.get(self._file, number, asks_peers=False)
         if (found := await self._blocks.look(self._file, number)) is None:
             raise web.HTTPNotFound(text="The block is not here.\n")
         return found

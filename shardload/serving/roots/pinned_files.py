@@ -118,7 +118,8 @@ class PinnedFiles:
                 else:
                     self._pins[name] = _Pin(found, time.monotonic())
             elif isinstance(error, ShardloadError):
-                self._note_error(error)
+                if before is not None:  # else the error ends the requests that wait for it
+                    self._note_error(error)
                 if (pin := self._pins.get(name)) is not None:
                     pin.asked_s = time.monotonic()  # not each request asks in vain
 
