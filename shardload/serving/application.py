@@ -39,11 +39,13 @@ from shardload.serving.limits import LineRate, RequestRate, client_of
 from shardload.serving.metrics import Metrics
 from shardload.serving.openapi import document
 from shardload.serving.rack.answers import RemoteFiles
+from shardload.serving.rack.peers import PEER_HEADER
 from shardload.serving.roots.all_roots import AllRoots
 from shardload.serving.roots.catalogue import Catalogue, ServedFile
 from shardload.serving.roots.remote_roots import RemoteCatalogue
 from shardload.serving.roots.scanning import LeftOut, ServedCheckpoint
 from shardload.serving.sending import cut_off, send_bytes, wants_digest
+from shardload.serving.server_state import ServerState
 from shardload.serving.site.cache_pages import CachePages
 from shardload.serving.site.checkpoint_pages import ServerPages
 from shardload.serving.site.examining import Examiner
@@ -168,6 +170,7 @@ class Service:
             is_ending=lambda: self.is_ending,
             page_s=page_s,
         )
+        self.metrics.read(ServerState(self.remote, self._jobs))
         self._job_pages = JobPages(self._jobs, self._job_requests)
         self._cache_pages = CachePages(self.remote, self.metrics, self.roots.checkpoints)
         self.examiner = Examiner(access.own_token)
@@ -317,7 +320,8 @@ class Service:
     async def _metrics(self, request: web.Request) -> web.Response:
         self.metrics.checkpoints.set(len(self.roots.checkpoints()))
         self.remote.count_removed()
-        return web.Response(body=self.metrics.text(), headers={"Content-Type": _METRICS_KIND})
+        text = await asyncio.to_thread(self.metrics.text)
+        return web.Response(body=text, headers={"Content-Type": _METRICS_KIND})
 
     async def _document(self, request: web.Request) -> web.Response:
         return _json(document())
@@ -411,7 +415,7 @@ class Service:
     def _sent(self, request: web.Request, noted: Callable[[int], None], source: str, n_bytes: int) -> None:
         noted(n_bytes)
         request[_SENT] += n_bytes
-        self.metrics.sent.labels(source).inc(n_bytes)
+        self.metrics.sent.labels(source, "peer" if PEER_HEADER in request.headers else "client").inc(n_bytes)
 
     def _folder(self, request: web.Request, folder: str) -> web.Response:
         if not request.path.endswith("/"):

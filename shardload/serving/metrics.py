@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
+
+from shardload import __version__
 
 _SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
 
@@ -11,9 +14,11 @@ class Metrics:
     """Counters of one server."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._state = CollectorRegistry(), CollectorRegistry()
+        Info("shardload_build", "The version of shardload", registry=self._registry).info({"version": __version__})
+        ProcessCollector(registry=self._state)
         self.sent = Counter(
-            "shardload_sent_bytes", "Bytes of files that were sent", ["source"], registry=self._registry
+            "shardload_sent_bytes", "Bytes of files that were sent", ["source", "to"], registry=self._registry
         )
         self.received = Counter(
             "shardload_received_bytes",
@@ -62,6 +67,14 @@ class Metrics:
         """Return a counter by the name that Prometheus knows it by; 0 if nothing was counted."""
         return int(self._registry.get_sample_value(name, labels) or 0)
 
+    def tell(self, name: str, text: str, value: float) -> None:
+        """Tell something that stays as it is."""
+        Gauge(name, text, registry=self._registry).set(value)
+
+    def read(self, state: Collector) -> None:
+        """Have the text tell what a collector reads, which may wait for the disk."""
+        self._state.register(state)
+
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
-        return generate_latest(self._registry)
+        """Return all of them in Prometheus' text format; waits for the disk."""
+        return generate_latest(self._registry) + generate_latest(self._state)

@@ -23,6 +23,7 @@ from shardload import __version__
 from shardload.errors import SourceError, UsageError
 from shardload.serving.accepting import Accepting
 from shardload.serving.application import Access, Service
+from shardload.serving.certificates import expiry_s, server_context
 from shardload.serving.connection import Connection, refusing_expectations
 from shardload.serving.jobs.queue import Jobs
 from shardload.serving.jobs.records import JobRecords
@@ -81,20 +82,7 @@ class Listening:
             if self.key is not None:
                 raise UsageError("Cannot use --tls-key without --tls-cert")
             return None
-        found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        found.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            found.load_cert_chain(self.certificate, self.key, password=_no_password)
-        except (OSError, ssl.SSLError, ValueError) as error:
-            raise SourceError(
-                f"Cannot use the certificate {self.certificate}: {error}. --tls-cert takes a PEM file with the "
-                "certificates, --tls-key one with the key, without a password"
-            ) from error
-        return found
-
-
-def _no_password() -> str:
-    raise ValueError("the key has a password")
+        return server_context(self.certificate, self.key)
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
@@ -168,6 +156,9 @@ def serve(
     _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
     share = ConnectionShare(listening.most_connections, each=listening.client_connections)
     service.metrics.connections.set_function(lambda: share.n_open)
+    if context is not None and (at_s := expiry_s(context, listening.certificate)) is not None:
+        name = "shardload_certificate_expiry_timestamp_seconds"
+        service.metrics.tell(name, "When the certificate expires, in seconds since 1970", at_s)
     with bound(listening.host, listening.port, share=share) as listener:
         try:
             ended_s = asyncio.run(_run(service, listener, listening, context, started=started, log=log))

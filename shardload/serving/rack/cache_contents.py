@@ -53,6 +53,12 @@ class CacheContents:
         """Return how many bytes of a checkpoint are in the cache."""
         return min(found.n_bytes, self._content_of(found).n_bytes)
 
+    def used_bytes(self) -> int:
+        """Return how many bytes are in the cache."""
+        if self._cache is not None:
+            self._recount(self._cache)
+        return self._used_bytes
+
     def to_json(self, checkpoints: Iterable[ServedCheckpoint]) -> dict[str, Any] | None:
         """Return the state of the cache as a dict for JSON, with these checkpoints; ``None`` if there is none."""
         if (cache := self._cache) is None:

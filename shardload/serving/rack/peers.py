@@ -37,6 +37,7 @@ FETCH, LOOK = "fetch", "look"
 """Send a block, and fetch it from its source if it is not here; or send it only if it is here."""
 DIGEST_HEADER = "Shardload-Digest"
 """The digest of the block in an answer to another server."""
+PEER_STATES = ("reachable", "left out", "not asked", "this server")
 _CONNECT_S = 2.0
 _SILENT_S = 15.0
 """After so many seconds without a byte, a peer counts as stalled: it may have to fetch the block first."""
@@ -143,6 +144,10 @@ class Peers:
         """Return the state of each peer as a dict for JSON; who was not reached yet is asked for its id."""
         await asyncio.gather(*map(self._meet, self._peers))
         return [each.to_json(self.own_id) for each in self._peers]
+
+    def states(self) -> list[str]:
+        """Return the state of each peer, without asking any."""
+        return [each.to_json(self.own_id)["state"] for each in self._peers]
 
     async def fetched(self, file: PinnedFile, start: int, stop: int) -> FileBlock | None:
         """Return a block of a file from the server that is to fetch it; ``None`` if this is the one, or others fail."""

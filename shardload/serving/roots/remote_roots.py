@@ -61,6 +61,8 @@ class AddressRoot:
         """What the last scan has found."""
         self.problem: str | None = None
         """Why it was never scanned: it could not be reached."""
+        self.is_listed = False
+        """Whether it was listed and scanned the last time that this was tried."""
         self._scanned_s: float | None = None
         self._took_s = 0.0
 
@@ -94,12 +96,12 @@ class AddressRoot:
             TransferError: When it cannot be reached.
             SourceNotFoundError: When nothing is there.
         """
-        began_s = time.monotonic()
+        began_s, self.is_listed = time.monotonic(), False
         try:
             found = self._scan(taken)
         finally:  # also after a failure: who asks waits for the next one
             self._scanned_s, self._took_s = time.monotonic(), time.monotonic() - began_s
-        self.found, self.problem = found, None
+        self.found, self.problem, self.is_listed = found, None, True
 
     def _scan(self, taken: set[str]) -> Scan[ListedObject]:
         found = Scan[ListedObject]()
