@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import re
 import resource
@@ -41,6 +42,9 @@ _LEAST_TOKEN = 16
 _TOKEN = re.compile(rb"[!-~]{%d,}" % _LEAST_TOKEN)
 _IDLE_S = 75.0
 """Seconds after which a connection without a complete request is closed."""
+_M_MMAP_THRESHOLD = -3
+"""The number of this setting in glibc's ``malloc.h``."""
+_LARGE_BYTES = 1 << 20
 _THREADS = 32
 """Threads that open and read files: they wait for the disk more than they compute."""
 
@@ -153,6 +157,7 @@ def serve(
         cache=cache,
         peers=peers,
     )
+    _return_memory()
     _allow_descriptors(2 * listening.most_connections + 256)  # each connection may have a file open
     share = ConnectionShare(listening.most_connections, each=listening.client_connections)
     service.metrics.connections.set_function(lambda: share.n_open)
@@ -165,6 +170,15 @@ def serve(
         finally:
             jobs.stop()
     log({"event": "stopped", "seconds": round(time.monotonic() - ended_s, 3)})
+
+
+def _return_memory() -> None:
+    """Let glibc return the memory of each large block to the system, not keep it in the heaps of its threads.
+
+    After the first block that it frees, it takes later ones from there, and the gaps between them stay.
+    """
+    with suppress(OSError, AttributeError):  # another library of C
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _allow_descriptors(count: int) -> None:
