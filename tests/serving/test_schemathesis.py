@@ -9,14 +9,16 @@ from serving import served
 
 EXAMPLES = 1500
 SETTINGS = """
+request-timeout = 180
 [parameters]
 "path.path" = "{}"
 "query.mesh" = "1x2"
 [checks]
 positive_data_acceptance.expected-statuses = ["2xx", "3xx", "403", "404", "412", "416", "422"]
+use_after_free.enabled = false
 """
 """A condition that does not hold, a range past the end, a checkpoint without a model, and a form of another page are
-requests of the right form. Each new mesh takes a process of its own."""
+requests of the right form. Each new mesh takes a process of its own. A job that was cancelled is still there."""
 
 
 @pytest.mark.parametrize("path", ["models/model.safetensors", "models/", "models", "missing"])
