@@ -88,6 +88,7 @@ _IN_WORDS = {
     "IncompleteMessage": "it closed the connection in the middle of an answer",
     "UnexpectedEof": "it closed the connection in the middle of an answer",
 }
+_CLOSED = ("IncompleteMessage", "UnexpectedEof")
 _FINAL = frozenset(
     {
         "InvalidCertificate",
@@ -232,11 +233,19 @@ def _words_of(body: str, *, besides: str) -> str:
 
 
 def failure(
-    url: str, name: str, found: FailedTry, *, tries: int = 1, spent_s: float = 0.0, has_token: bool = False
+    url: str,
+    name: str,
+    found: FailedTry,
+    *,
+    tries: int = 1,
+    spent_s: float = 0.0,
+    has_token: bool = False,
+    has_answered: bool = True,
 ) -> Exception:
     """Build the error for a failed request, with its address, the server's message and a way to fix the problem.
 
-    ``has_token`` if a token from the file that SHARDLOAD_TOKENS names was sent.
+    ``has_token`` if a token from the file that SHARDLOAD_TOKENS names was sent, ``has_answered`` if the server has
+    answered a request before.
     """
     scheme = url.partition(":")[0]
     endpoint = endpoint_of(scheme)
@@ -265,7 +274,9 @@ def failure(
             return TransferError(f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}")
     repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
     longer = f"; {TIMEOUT_VARIABLE}=SECONDS waits longer" if found.is_passing else ""
-    return TransferError(f"{where} cannot be read: {found.said}{repeated}. {_check(scheme)}{longer}")
+    is_closed = scheme == "http" and not has_answered and found.cause in _CLOSED
+    hint = "Perhaps it has a certificate: then write https:// instead of http://. " if is_closed else ""
+    return TransferError(f"{where} cannot be read: {found.said}{repeated}. {hint}{_check(scheme)}{longer}")
 
 
 def write_failure(

@@ -346,7 +346,11 @@ class Requests:
                     # Not `from error`: its text has the address, which may be signed.
                     is_unknown = failed.is_unanswered and not self.answered
                     where = (self._asked, "") if self._asked and is_unknown else (self.url, name)
-                    options: dict[str, Any] = {"tries": tries, "spent_s": spent_s}
+                    options: dict[str, Any] = {
+                        "tries": tries,
+                        "spent_s": spent_s,
+                        "has_answered": self.answered,
+                    }
                     raise answers.failure(*where, failed, has_token=self.token is not None, **options) from None
                 await sleep(pause_s)
             else:

@@ -124,7 +124,11 @@ def private_content(path: str, *, named_by: str) -> bytes:
     """
     try:
         descriptor = open_readonly(expanded(path))
-    except (SourceError, SourceNotFoundError) as error:
+    except SourceNotFoundError as error:
+        raise SourceError(
+            f"Cannot read the tokens that {named_by} names: There is no file {path}. Check the path, or create it"
+        ) from error
+    except SourceError as error:
         raise SourceError(f"Cannot read the tokens that {named_by} names: {error}") from error
     with os.fdopen(descriptor, "rb") as file:
         # Of the open file, not of its name, which may be given to another file meanwhile.

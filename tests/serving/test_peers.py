@@ -16,6 +16,9 @@ from object_server import ObjectServer
 from safetensors.numpy import save_file
 from serving import served
 
+import shardload
+from shardload.errors import TransferError
+
 MIB = 1 << 20
 FILE = "/model.safetensors"
 N_BYTES = 40 * MIB + 321
@@ -227,3 +230,37 @@ def test_requests_of_peers_are_not_passed_on(bucket, data):
         assert not fake.asked
         assert server.get(FILE, Shardload_Peer="fetch", Range="bytes=0-9", If_Match=tag)[0] == 400
         assert server.get(FILE, Shardload_Peer="fetch", Range="bytes=0-9", If_Match='"other"')[0] == 412
+
+
+def test_peers_whose_address_has_the_wrong_scheme_are_told_in_plain_words(bucket, folder_of_other, certificate):
+    with (
+        served("--root", folder_of_other) as plain,
+        served("--root", folder_of_other, *certificate.options) as protected,
+    ):
+        cases = {
+            plain.address.replace("http:", "https:"): "If it has no certificate, write http://",
+            protected.address.replace("https:", "http:"): "If it has a certificate, write https://",
+            protected.address: "its certificate is not trusted: unable to get local issuer certificate. SSL_CERT_FILE",
+        }
+        peers = [text for address in cases for text in ("--peer", address)]
+        with served("--root", "s3://bucket/m", *peers, env=bucket.environment()) as server:
+            told = {peer["url"]: peer for peer in json.loads(server.get("/api/v1/cache")[2])["peers"]}
+    for address, said in cases.items():
+        assert said in told[address]["problem"], told[address]
+
+
+def test_http_at_a_port_of_https_is_told_to_be_that(folder_of_other, certificate, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+    said = "Perhaps it has a certificate: then write https:// instead of http://"
+    with (
+        served("--root", folder_of_other, *certificate.options) as server,
+        pytest.raises(TransferError, match=said),
+    ):
+        shardload.inspect(server.address.replace("https:", "http:") + "/one")
+
+
+@pytest.fixture
+def folder_of_other(tmp_path):
+    (tmp_path / "other" / "one").mkdir(parents=True)
+    save_file({"x": np.zeros(4)}, tmp_path / "other" / "one" / "model.safetensors")
+    return tmp_path / "other"

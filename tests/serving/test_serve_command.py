@@ -94,6 +94,12 @@ def test_files_of_tokens(root, tmp_path, text, mode, message):
     assert message in found and "a-token" not in found and "words" not in found
 
 
+def test_a_file_of_tokens_that_is_not_there(root, tmp_path):
+    found = refused("--root", root, "--token-file", tmp_path / "none")
+    assert f"There is no file {tmp_path / 'none'}. Check the path, or create it" in found
+    assert "download" not in found
+
+
 def test_certificates(root, tmp_path):
     (tmp_path / "cert.pem").write_text("no certificate")
     found = refused("--root", root, "--tls-cert", tmp_path / "cert.pem")

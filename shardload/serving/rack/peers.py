@@ -76,10 +76,18 @@ def _headers(file: PinnedFile, start: int, stop: int, wish: str) -> dict[str, st
     return {"Range": f"bytes={start}-{stop - 1}", "If-Match": f'"{file.tag}"', PEER_HEADER: wish}
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, url: str) -> str:
     """Return why a peer was not reached, for people: aiohttp's text has the parts of a call."""
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            why = getattr(error.certificate_error, "verify_message", "") or "it is not valid"
+            return f"its certificate is not trusted: {why}. SSL_CERT_FILE names a file with an authority of your own"
+        case aiohttp.ClientSSLError():
+            return "it does not answer in TLS. If it has no certificate, write http:// instead of https://"
+        case aiohttp.ServerDisconnectedError() if url.startswith("http://"):
+            return "it closed the connection. If it has a certificate, write https:// instead of http://"
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
-    if cause is None or isinstance(cause, ssl.SSLError) or not cause.errno:
+    if cause is None or not cause.errno:
         return str(error) or "it is silent"
     return f"cannot connect: {os.strerror(cause.errno) if cause.errno > 0 else cause.strerror}"
 
@@ -215,7 +223,7 @@ class Peers:
             peer.asking = None
 
     def _leave_out(self, peer: _Peer, what: str, error: Exception) -> None:
-        why = _reason(error)
+        why = _reason(error, peer.url)
         self._note_error("peer", f"{what}: {why}")
         if peer.problem is None:
             peer.changed_s = time.time()
