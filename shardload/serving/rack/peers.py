@@ -84,7 +84,7 @@ def _reason(error: Exception, url: str) -> str:
             return f"its certificate is not trusted: {why}. SSL_CERT_FILE names a file with an authority of your own"
         case aiohttp.ClientSSLError():
             return "it does not answer in TLS. If it has no certificate, write http:// instead of https://"
-        case aiohttp.ServerDisconnectedError() if url.startswith("http://"):
+        case aiohttp.ServerDisconnectedError() if url.partition(":")[0] == "http":
             return "it closed the connection. If it has a certificate, write https:// instead of http://"
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
     if cause is None or not cause.errno:
