@@ -89,6 +89,8 @@ _IN_WORDS = {
     "UnexpectedEof": "it closed the connection in the middle of an answer",
 }
 _CLOSED = ("IncompleteMessage", "UnexpectedEof")
+_PERHAPS = {"http": "Perhaps it has a certificate: then write https:// instead of http://. "}
+"""Scheme → why a server may close connections without an answer."""
 _FINAL = frozenset(
     {
         "InvalidCertificate",
@@ -274,8 +276,7 @@ def failure(
             return TransferError(f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}")
     repeated = f", {tries} times in {spent_s:.3g} s" if tries > 1 else ""
     longer = f"; {TIMEOUT_VARIABLE}=SECONDS waits longer" if found.is_passing else ""
-    is_closed = scheme == "http" and not has_answered and found.cause in _CLOSED
-    hint = "Perhaps it has a certificate: then write https:// instead of http://. " if is_closed else ""
+    hint = "" if has_answered or found.cause not in _CLOSED else _PERHAPS.get(scheme, "")
     return TransferError(f"{where} cannot be read: {found.said}{repeated}. {hint}{_check(scheme)}{longer}")
 
 

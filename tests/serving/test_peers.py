@@ -239,7 +239,7 @@ def test_peers_whose_address_has_the_wrong_scheme_are_told_in_plain_words(bucket
     ):
         cases = {
             plain.address.replace("http:", "https:"): "If it has no certificate, write http://",
-            protected.address.replace("https:", "http:"): "If it has a certificate, write https://",
+            protected.address.replace("https:", "http:"): "If it has a certificate, its address begins with https://",
             protected.address: "its certificate is not trusted: unable to get local issuer certificate. SSL_CERT_FILE",
         }
         peers = [text for address in cases for text in ("--peer", address)]

@@ -76,7 +76,7 @@ def _headers(file: PinnedFile, start: int, stop: int, wish: str) -> dict[str, st
     return {"Range": f"bytes={start}-{stop - 1}", "If-Match": f'"{file.tag}"', PEER_HEADER: wish}
 
 
-def _reason(error: Exception, url: str) -> str:
+def _reason(error: Exception) -> str:
     """Return why a peer was not reached, for people: aiohttp's text has the parts of a call."""
     match error:
         case aiohttp.ClientConnectorCertificateError():
@@ -84,8 +84,8 @@ def _reason(error: Exception, url: str) -> str:
             return f"its certificate is not trusted: {why}. SSL_CERT_FILE names a file with an authority of your own"
         case aiohttp.ClientSSLError():
             return "it does not answer in TLS. If it has no certificate, write http:// instead of https://"
-        case aiohttp.ServerDisconnectedError() if url.partition(":")[0] == "http":
-            return "it closed the connection. If it has a certificate, write https:// instead of http://"
+        case aiohttp.ServerDisconnectedError():
+            return "it closed the connection. If it has a certificate, its address begins with https://"
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
     if cause is None or not cause.errno:
         return str(error) or "it is silent"
@@ -223,7 +223,7 @@ class Peers:
             peer.asking = None
 
     def _leave_out(self, peer: _Peer, what: str, error: Exception) -> None:
-        why = _reason(error, peer.url)
+        why = _reason(error)
         self._note_error("peer", f"{what}: {why}")
         if peer.problem is None:
             peer.changed_s = time.time()
