@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import ssl
 import subprocess
 import time
@@ -20,6 +21,7 @@ from shardload.errors import SourceError
 from shardload.serving.certificates import expiry_s, server_context
 
 FILE = "/m/model.safetensors"
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "serve-checkpoints.md"
 
 
 @pytest.fixture
@@ -63,6 +65,10 @@ def test_a_server_of_an_address(bucket, folder, tmp_path):
         assert ("shardload_certificate_expiry_timestamp_seconds",) not in found
         assert not any("127.0.0.1" in label or "model.safetensors" in label for labels in found for label in labels)
         eventually(lambda: told(server)["shardload_cache_bytes",] >= n_bytes)
+        helped = set(re.findall(r"^# HELP (shardload_\w+)", server.get("/metrics")[2].decode(), re.MULTILINE))
+        documented = set(re.findall(r"`(shardload_\w+)", HOW_TO.read_text()))
+        helped = {name for name in helped if not name.endswith("_created")}
+        assert documented == helped | {"shardload_certificate_expiry_timestamp_seconds"}
 
 
 def test_an_address_that_is_not_reached(bucket):
