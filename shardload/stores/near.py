@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import select
 import socket
 import sys
@@ -39,6 +40,11 @@ _WAKE_BYTES = 512 << 10
 """How much has to be there before the system wakes the thread that receives it: otherwise it wakes it four times as
 often, and takes half as much CPU time again. A connection that needs longer for this than a stall is one for `body_s`,
 too."""
+_HEADER_BYTES = 16 << 10
+"""Most bytes of an answer's headers."""
+_PARTIAL = re.compile(rb"HTTP/1\.1 206 ")
+_LOOK_S = 0.005
+"""How often headers are looked at that come in parts."""
 _PIECE_BYTES = 1 << 20
 """How much is received between two looks at the clock; a connection that breaks loses at most so much."""
 
@@ -152,11 +158,13 @@ class NearFile:
                 return
             wanted = {"If-Match": f'"{self._version.tag}"', "Range": f"bytes={start}-{stop - 1}"}
             connection.request("GET", f"/{quote(self._path)}", headers={**self._server.headers, **wanted})
-            receiving = connection.sock
+            receiving, until_s = connection.sock, time.monotonic() + body_s(stop - start)
+            if not _is_partial_content(receiving, until_s):
+                return
             with closing(connection.getresponse()) as answer:
                 if not self._is_expected(answer, start, stop):
                     return
-                until_s, left = time.monotonic() + body_s(stop - start), stop - start
+                left = stop - start
                 for piece in _pieces_of(buffers):
                     left -= len(piece)
                     _wake_at(receiving, _WAKE_BYTES if left >= _WAKE_BYTES else 1)
@@ -190,6 +198,22 @@ def _is_open(connection: http.client.HTTPConnection) -> bool:
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
     return not poll.poll(0)
+
+
+def _is_partial_content(receiving: socket.socket, until_s: float) -> bool:
+    """Whether all headers of an answer with status 206 are there in time; `http.client` would wait for each byte."""
+    poll = select.poll()
+    poll.register(receiving, select.POLLIN)
+    while (left_s := until_s - time.monotonic()) > 0:
+        if not poll.poll(1000 * min(left_s, stall_s())):
+            return False
+        found = receiving.recv(_HEADER_BYTES, socket.MSG_PEEK)
+        if b"\r\n\r\n" in found:
+            return _PARTIAL.match(found) is not None
+        if not found or len(found) == _HEADER_BYTES:
+            return False
+        time.sleep(_LOOK_S)
+    return False
 
 
 def _wake_at(receiving: socket.socket, n_bytes: int) -> None:

@@ -106,6 +106,26 @@ def test_most_bytes_go_straight_into_the_shards(store):
     assert store.bytes_sent <= 1.001 * (store.folder / NAME).stat().st_size + (256 << 10)
 
 
+@pytest.mark.parametrize("start", [b"HTTP/1.1 206 Partial Content\r\nX: ", b"HTTP/1.1 100 Continue\r\n\r\n" * 3])
+def test_headers_that_never_end(store, monkeypatch, start):
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+    ended = threading.Event()
+
+    def drip(handler, key):
+        if "If-Match" not in handler.headers:
+            return False
+        handler.wfile.write(start)
+        while not ended.wait(0.05):
+            handler.wfile.write(b"x")
+        return True
+
+    store.fault = drip
+    try:
+        check(f"{store.http}/{NAME}", store.folder)
+    finally:
+        ended.set()
+
+
 @pytest.mark.parametrize(("budget", "count"), [("16MiB", 12), ("32MiB", 6)])
 def test_a_small_budget_is_kept(store, budget, count):
     """A block has at most a sixteenth of it. With a smaller one, blocks below 1 MiB would be requested together."""
