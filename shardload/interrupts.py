@@ -161,8 +161,12 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def defer_interrupt() -> Iterator[None]:
-    """Delay a first Ctrl-C, SIGTERM or SIGHUP until the block has finished its work; obey a second one at once."""
+def defer_interrupt(*, after_errors: bool = False) -> Iterator[None]:
+    """Delay a first Ctrl-C, SIGTERM or SIGHUP until the block has finished its work; obey a second one at once.
+
+    If the block raises, its error ends the work as well, so that the signal is dropped; with ``after_errors``, for work
+    that goes on after an error, it is obeyed then.
+    """
     before = {number: found for number in _ENDING if callable(found := signal.getsignal(number))}
     if not _may_handle() or signal.SIGINT not in before:
         yield
@@ -174,12 +178,19 @@ def defer_interrupt() -> Iterator[None]:
             before[number](number, frame)
         deferred.append((number, frame))
 
-    with _handled_by(note, tuple(before)):
-        yield
-    # Not reached if the block raised: its error ends the work as well.
-    if len(deferred) == 1:
-        [(number, frame)] = deferred
-        before[number](number, frame)
+    def obey() -> None:
+        if len(deferred) == 1:
+            [(number, frame)] = deferred
+            before[number](number, frame)
+
+    try:
+        with _handled_by(note, tuple(before)):
+            yield
+    except Exception:
+        if after_errors:
+            obey()
+        raise
+    obey()
 
 
 class Worker:

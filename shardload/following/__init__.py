@@ -290,7 +290,7 @@ class Follower:
     @contextmanager
     def _swapping(self, info: StepInfo) -> Iterator[None]:
         # Without a Ctrl-C between the new weights and the number of their step.
-        with self._gate.swapping(), defer_interrupt():
+        with self._gate.swapping(), defer_interrupt(after_errors=True):
             yield
             self._adopted = _Adopted(info, time.time() - info.saved_s)
 

@@ -271,6 +271,25 @@ def test_ctrl_c_in_the_middle_of_a_swap_comes_after_it(folder, model, monkeypatc
     assert follower.update() is None
 
 
+def test_ctrl_c_is_not_lost_if_the_swap_fails(folder, model, monkeypatch):
+    good = publish(folder, 1)
+    follower = shardload.follow(model, folder, every_s=0)
+    follower.update()
+    publish(folder, 2)
+    assign = keras.Variable.assign
+
+    def failing(self, value):
+        if self is model.weights[-1]:
+            signal.raise_signal(signal.SIGINT)
+            raise MemoryError("none left")
+        return assign(self, value)
+
+    monkeypatch.setattr(keras.Variable, "assign", failing)
+    with pytest.raises(KeyboardInterrupt):
+        follower.update()
+    assert (follower.step, weights(model)) == (1, good)
+
+
 @keras.saving.register_keras_serializable("following")
 class Counting(keras.layers.Dense):
     """Saves a number and a file next to its weights, and refuses some numbers after it took them."""
