@@ -151,4 +151,4 @@ def test_names_and_notes_never_become_markup():
     counts = dict.fromkeys(("memory", "cache", "peer", "miss", "source"), 0)
     page = cache_page({"cache": cache, "blocks": counts, "received_bytes": counts, "peers": [peer]}, has_addresses=True)
     assert "<b>" not in page and "<i>" not in page and page.count('class="name"') == 201
-    assert "Without 1 checkpoint" in page and "nothing more is stored" in page and "1970-01-01 00:00:00 UTC" in page
+    assert "Without 1 checkpoint" in page and "cannot be written to" in page and "1970-01-01 00:00:00 UTC" in page

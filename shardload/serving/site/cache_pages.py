@@ -82,7 +82,7 @@ def _summary(facts: Mapping[str, Any], *, has_addresses: bool) -> Iterator[str]:
         rows += [("Folder", escaped(cache["folder"])), ("Used", f"{text} {bar}")]
         rows.append(("Removed to make room", format_bytes(cache["removed_bytes"])))
         if not cache["is_on"]:
-            rows.append(("Problem", "nothing more is stored until the server is started again"))
+            rows.append(("Problem", "it cannot be written to; that is tried again each minute"))
         rows += [("Note", escaped(note)) for note in cache["notes"]]
     if has_addresses:
         rows.append(("Blocks that were needed", _listed(facts["blocks"], _FOUND, "{:,}")))

@@ -180,7 +180,7 @@ class ServerPages:
             tags = [file.tag if isinstance(file, ServedFile) else "" for file in files]
         elif len(keys) > _MOST_ASKED:
             raise UnansweredError(
-                422, f"It has {plural(len(keys), 'file')}, too many to ask the store about each for a page."
+                422, f"Its folder has {plural(len(keys), 'file')}: too many to ask the store about each for a page."
             )
         else:
             try:
