@@ -175,7 +175,8 @@ def serve(
             catalogue = Catalogue(own, runs=run or (), may_be_empty=bool(remote))
             addresses = RemoteCatalogue(remote, taken=catalogue.names("") or {})
             cache_used = current_cache() if addresses.roots else None
-            pin_in_cache(pin or (), addresses, cache_used)
+            for name in pin_in_cache(pin or (), addresses, cache_used):
+                log.note({"note": f"{name} is pinned once an address has a checkpoint of this name"})
             for line in (*catalogue.left_out(), *addresses.left_out()):
                 log.note({"note": line})
             for problem in addresses.problems():

@@ -123,11 +123,11 @@ def catalogue(problem=None, **n_bytes):
 
 def test_what_cannot_be_pinned_is_refused():
     cache = SimpleNamespace(limit_bytes=100)
-    pin([], catalogue(), None)
-    pin(["m", "n", "m"], catalogue(m=60, n=40), cache)
+    assert pin([], catalogue(), None) == []
+    assert pin(["m", "n", "m"], catalogue(m=60, n=40), cache) == []
     assert cache.pinned() == ["s3://b/m", "s3://b/n"]
     later = catalogue(problem="a bucket is down")
-    pin(["m"], later, cache)
+    assert pin(["m"], later, cache) == ["m"]
     assert cache.pinned() == []
     later.checkpoint = catalogue(m=1).checkpoint
     assert cache.pinned() == ["s3://b/m"]

@@ -110,24 +110,27 @@ class CacheContents:
             self._used_bytes = sum(each.n_bytes for each in found)
 
 
-def pin(names: Iterable[str], catalogue: RemoteCatalogue, cache: RangeCache | None) -> None:
+def pin(names: Iterable[str], catalogue: RemoteCatalogue, cache: RangeCache | None) -> list[str]:
     """Have a cache keep checkpoints, by their names, however full it is; also those that are found later.
+
+    Returns:
+        Names that no checkpoint has now, as an address is not reached yet.
 
     Raises:
         UsageError: When there is no cache, no such checkpoint at an address, or too little room.
     """
     chosen = list(dict.fromkeys(names))
     if not chosen:
-        return
+        return []
     shown = ", ".join(chosen)
     if cache is None:
         raise UsageError(f"Cannot pin {shown}: the server has no cache, or no address as a root. Give --cache DIR")
     found = [each for name in chosen if (each := catalogue.checkpoint(name)) is not None]
-    missing = set(chosen) - {each.name for each in found}
+    missing = sorted(set(chosen) - {each.name for each in found})
     if missing and not catalogue.problems():  # else they may be at an address that is not reached yet
         known = ", ".join(each.name for each in catalogue.checkpoints()) or "none"
         raise UsageError(
-            f"Cannot pin {min(missing)}: no checkpoint at an address has this name, expected one of these: {known}"
+            f"Cannot pin {missing[0]}: no checkpoint at an address has this name, expected one of these: {known}"
         )
     if (n_bytes := sum(each.n_bytes for each in found)) > cache.limit_bytes:
         raise UsageError(
@@ -135,3 +138,4 @@ def pin(names: Iterable[str], catalogue: RemoteCatalogue, cache: RangeCache | No
             f"{exact_bytes(cache.limit_bytes)}. Give a larger --cache-size"
         )
     cache.pinned = lambda: [str(each.source) for name in chosen if (each := catalogue.checkpoint(name)) is not None]
+    return missing
