@@ -83,7 +83,11 @@ class RequestLog:
                 self._write({"unix_s": facts["unix_s"], "level": "warning", "problem": problem})
 
     def _write(self, facts: dict[str, Any]) -> None:
-        line = memoryview(f"{self._shown(facts)}\n".encode(errors="backslashreplace"))
+        try:
+            text = self._shown(facts)
+        except Exception as error:  # of one line: the log must not end with it
+            text = f"a line of the log cannot be written: {error!r}"
+        line = memoryview(f"{text}\n".encode(errors="backslashreplace"))
         with suppress(OSError):  # a log that cannot be written ends no server
             while line:
                 line = line[os.write(_STDERR, line) :]
@@ -122,7 +126,7 @@ def text_line(facts: dict[str, Any]) -> str:
         asked = f"{facts['method']} {facts['path']}" + (f" {facts['range']}" if "range" in facts else "")
         problem = f" ({facts['problem']})" if "problem" in facts else ""
         spent = f"{exact_bytes(facts['bytes'])}, {facts['seconds']:.3f} s"
-        text = f"{facts['request']} {facts['client']} {asked}: {facts['status']}{problem}, {spent}"
+        text = f"{facts['request']} {facts.get('client', '-')} {asked}: {facts['status']}{problem}, {spent}"
     elif "job" in facts:
         found = facts.get("verdict") or facts.get("problem") or ""
         text = f"job {facts['job']}: {facts['kind']} {facts['checkpoint']}: {facts['state']} {found}".rstrip()

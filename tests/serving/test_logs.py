@@ -103,6 +103,17 @@ def test_levels(facts, level, capfd):
     assert json.loads(capfd.readouterr().err)["level"] == level
 
 
+def test_a_request_whose_client_has_left_is_a_line(capfd):
+    log = RequestLog(text_line)
+    asked = {"request": "r", "method": "GET", "path": "/x", "status": 200, "bytes": 0, "seconds": 0.0}
+    log.note(asked)
+    log.note({"request": "without its other facts"})  # that is a fault of ours, and ends no log
+    log.note({"client": "10.0.0.1"} | asked)
+    log.close()
+    first, second, third = capfd.readouterr().err.splitlines()
+    assert "r - GET /x: 200" in first and "KeyError('method')" in second and "r 10.0.0.1 GET /x: 200" in third
+
+
 def errors(server, kind, **headers):
     return server.metric(f'shardload_errors_total{{kind="{kind}"}}', **headers)
 
