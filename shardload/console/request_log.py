@@ -4,7 +4,7 @@
     warnings of Python ────────────┼─► facts ─► a line of text, or a JSON object ─► stderr
     what libraries log ────────────┘
 
-Lines that nobody takes are left out, and counted.
+Lines for which there is no room, as nothing reads stderr, are left out and counted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RequestLog:
             warnings.showwarning = shown
 
     def close(self) -> None:
-        """Write what waits, unless nobody takes it."""
+        """Write what waits, unless nothing reads stderr."""
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
             self._thread.join(_END_S)

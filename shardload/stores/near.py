@@ -2,7 +2,7 @@
 
     the file's ETag is "shardload-…", http://, no proxy, and a round trip takes 2 ms at most
     GET, Range, If-Match  ─►  206 with this tag and range  ─►  recv_into(memory of shards)
-    whatever else         ─►  what is missing is requested as from any other server (`shardload.stores.requests`)
+    any other answer      ─►  what is missing is requested as from any other server (`shardload.stores.requests`)
 
 obstore receives into memory of its own, from where bytes have to be copied: half of a load's CPU time, if no network is
 slower than that. Here nothing is repeated, waited for or explained: what fails is requested again by obstore, with all
@@ -188,7 +188,7 @@ class NearFile:
 
 
 def _round_trip_us(connected: socket.socket) -> int:
-    """Return how many µs it took to connect, whatever else the cores had to do meanwhile."""
+    """Return how many µs the round trip of connecting took, by the system's clock: busy cores do not count."""
     told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_AT + 4)
     return int.from_bytes(told[_ROUND_TRIP_AT:], sys.byteorder)
 

@@ -81,7 +81,7 @@ class ObjectBytes(Query):
                 # Perhaps a web page: shorter than the file, or made for this request.
                 whole = await self._whole(client, path)
                 self._refuse_page(_is_page(whole))
-                if not whole.meta["size"]:  # of an empty file, nginx and others send all, whatever the range
+                if not whole.meta["size"]:  # nginx and others ignore the range of an empty file
                     raise answers.failure(self._store.url, self._name, FailedTry("it is empty", status=416)) from None
             raise
         try:

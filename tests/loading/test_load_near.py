@@ -1,4 +1,4 @@
-"""Loads from `shardload serve` nearby: straight into the shards; whatever is wrong, the rest is requested as ever."""
+"""Loads from `shardload serve` nearby: straight into the shards; after any wrong answer, the rest is requested."""
 
 import os
 import threading

@@ -107,7 +107,7 @@ def test_a_request_whose_client_has_left_is_a_line(capfd):
     log = RequestLog(text_line)
     asked = {"request": "r", "method": "GET", "path": "/x", "status": 200, "bytes": 0, "seconds": 0.0}
     log.note(asked)
-    log.note({"request": "without its other facts"})  # that is a fault of ours, and ends no log
+    log.note({"request": "without its other facts"})  # a fault of the server must not end its log
     log.note({"client": "10.0.0.1"} | asked)
     log.close()
     first, second, third = capfd.readouterr().err.splitlines()
