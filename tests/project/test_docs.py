@@ -88,7 +88,14 @@ DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 API = sorted((DOCS / "reference" / "api").glob("*.md"))
 DOCUMENTED = [name for page in API for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
-SECTIONS = {"tutorials": "Tutorials", "how-to": "How-to guides", "reference": "Reference", "design": "Explanation"}
+SECTIONS = {
+    "tutorials": "Tutorials",
+    "how-to": "How-to guides",
+    "reference": "Reference",
+    "performance": "Performance",
+    "explanation": "Explanation",
+    "design": "Design notes",
+}
 
 
 def path_in_docs(page):
@@ -107,10 +114,10 @@ def test_navigation_names_each_page_once():
 
 
 def test_the_list_of_all_pages_has_each_page_once():
-    """The readme leads to it, where there is no navigation. Of the design notes, it has the first one."""
+    """The readme leads to it, where there is no navigation. Of the design notes, it has the list."""
     listed = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text().partition("## All pages")[2])
     others = {page for page in pages(SITE["nav"]) if not page.startswith(("design/", "https:"))} - {"index.md"}
-    assert sorted(listed) == sorted({*others, "design/0001-the-waist.md"})
+    assert sorted(listed) == sorted({*others, "design/index.md"})
 
 
 def test_pages_are_in_the_section_of_their_folder():
@@ -148,6 +155,11 @@ def test_a_page_is_short_or_says_why_it_is_not(page):
     words = len(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).split())
     explained = "This page is long because" in text[:1500]
     assert words <= 1500 or explained or path_in_docs(page) in LONG_PAGES, f"{words} words: split the page"
+
+
+def test_the_list_of_design_notes_has_each_once():
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "design" / "index.md").read_text())
+    assert sorted(listed) == sorted(page.name for page in (DOCS / "design").glob("0*.md"))
 
 
 def test_a_broken_link_fails_the_build_and_no_font_comes_from_a_network():
