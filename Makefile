@@ -26,7 +26,7 @@ SCHEMATHESIS := .cache/schemathesis
 BROWSER := .cache/browser
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser soak nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser soak nightly check lint types docs charts wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -130,6 +130,9 @@ types: $(STAMP)  ## mypy, strict
 
 docs: $(VENV)/.docs  ## the documentation site, in build/docs; broken links are errors
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mkdocs build
+
+charts: $(STAMP)  ## docs/charts/ again, from the numbers in docs/performance-*.json
+	$(BIN)/python -m benchmarks.charts
 
 wheel:  ## build sdist and wheel into dist/, and try the wheel in an empty environment
 	PYTHON=$(PYTHON) .ci/try-wheel

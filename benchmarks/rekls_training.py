@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -28,18 +28,21 @@ import jax
 import keras
 import numpy as np
 
+from benchmarks.drawing import document
+from benchmarks.drawing import text as label
 from shardload.optimizers import REKLS
 from shardload.stores.local import local_target
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-COLORS = {
-    "REKLS": "#c0392b",
-    "REKLS, rank_tolerance=0": "#e59866",
-    "REKLS, bfloat16 factors": "#7d3c98",
-    "REKLS, first update too": "#b7950b",
-    "AdamW": "#2874a6",
-    "Muon": "#229954",
+LOOKS = {
+    "REKLS": ("#c0392b", "#ff8a80", "none"),
+    "REKLS, rank_tolerance=0": ("#a0560c", "#f0b27a", "2 3"),
+    "REKLS, bfloat16 factors": ("#7d3c98", "#c39bd3", "8 3"),
+    "REKLS, first update too": ("#806600", "#f4d03f", "8 3 2 3"),
+    "AdamW": ("#1f5fae", "#6aa9f0", "6 4"),
+    "Muon": ("#1a7a43", "#5fd38d", "10 4"),
 }
+"""Of a curve: its colour on white, on a dark page, and its dashes."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "REKLS": {},
     "REKLS, rank_tolerance=0": {"rank_tolerance": 0},
@@ -183,7 +186,7 @@ def compare(options: argparse.Namespace) -> list[Run]:
     """Sweep, then repeat the best rate of each optimizer with further seeds."""
     corpus, found = text(), []
     given = {"steps": options.steps, "size": options.batch, "length": options.length, "warm_up": options.warm_up}
-    for name in options.only or COLORS:
+    for name in options.only or LOOKS:
         trainer = Trainer(name, optimizer_of(name), partial(gemma, options.width))
         sweep = [trainer.run(corpus, rate=rate, seed=0, **given) for rate in options.rates]
         best = min(sweep, key=lambda run: run.final).rate
@@ -197,7 +200,7 @@ def compare(options: argparse.Namespace) -> list[Run]:
 
 def best_of(runs: list[Run]) -> dict[str, list[Run]]:
     """Return for each optimizer the runs of its best rate, one per seed."""
-    trained = [name for name in COLORS if any(run.optimizer == name for run in runs)]
+    trained = [name for name in LOOKS if any(run.optimizer == name for run in runs)]
     best = {name: min((r for r in runs if r.optimizer == name), key=lambda r: r.final).rate for name in trained}
     swept = {name: [r for r in runs if (r.optimizer, r.rate) == (name, rate)] for name, rate in best.items()}
     return {name: sorted(found, key=lambda r: r.seed) for name, found in swept.items()}
@@ -221,7 +224,7 @@ def table(runs: list[Run]) -> str:
 def svg(runs: list[Run]) -> str:
     """The mean curve of each optimizer, between those of its lowest and highest seed."""
     best = best_of(runs)
-    width, height, margin = 640, 360, 48
+    width, height, margin = 640, 400, 60
     curves = {name: np.array([run.smooth for run in found]) for name, found in best.items()}
     steps = next(iter(curves.values())).shape[1]
     low, high = min(c.min() for c in curves.values()), max(np.percentile(c, 97) for c in curves.values())
@@ -231,28 +234,43 @@ def svg(runs: list[Run]) -> str:
         y = height - margin - (height - 2 * margin) * (min(loss, high) - low) / (high - low)
         return f"{x:.1f},{y:.1f}"
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    parts = []
     shown = range(0, steps, max(1, steps // 150))
     for place, (name, curve) in enumerate(curves.items()):
-        color, mean = COLORS[name], curve.mean(0)
+        mean, kind, y = curve.mean(0), f"curve{place}", margin + 24 * place
         band = [at(s, curve[:, s].max()) for s in shown] + [at(s, curve[:, s].min()) for s in reversed(shown)]
-        parts.append(f'<polygon points="{" ".join(band)}" fill="{color}" opacity="0.15"/>')
-        line = " ".join(at(s, mean[s]) for s in shown)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        label = f"{name}, {best[name][0].rate:g}"
-        parts.append(f'<text x="{width - 230}" y="{margin + 16 * place}" fill="{color}">{label}</text>')
+        parts.append(f'<polygon class="{kind} band" points="{" ".join(band)}"/>')
+        parts.append(f'<polyline class="{kind} line" points="{" ".join(at(s, mean[s]) for s in shown)}"/>')
+        parts.append(f'<polyline class="{kind} line" points="{width - 380},{y - 5} {width - 340},{y - 5}"/>')
+        parts.append(label(width - 332, y, f"{name}, rate {best[name][0].rate:g}"))
     for loss in np.linspace(low, high, 5):
-        x, y = at(0, loss).split(",")
-        parts.append(f'<text x="{float(x) - 6}" y="{y}" text-anchor="end">{loss:.2f}</text>')
+        x, y = map(float, at(0, loss).split(","))
+        parts.append(label(x - 6, y + 5, f"{loss:.2f}", anchor="end"))
     for step in np.linspace(0, steps - 1, 5).astype(int):
-        x, _ = at(int(step), low).split(",")
-        parts.append(f'<text x="{x}" y="{height - margin + 18}" text-anchor="middle">{step + SMOOTHED}</text>')
-    parts.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">step</text></svg>')
-    return "\n".join(parts) + "\n"
+        x = float(at(int(step), low).split(",")[0])
+        parts.append(label(x, height - margin + 22, str(step + SMOOTHED), anchor="middle"))
+    parts.append(label(width / 2, height - 12, "step", anchor="middle"))
+    finals = (f"{name}: {', '.join(f'{run.final:.3f}' for run in found)}" for name, found in best.items())
+    told = f"The loss at the end, by seed. {'; '.join(finals)}"
+    return document(height, CAPTION, told, parts, width=width, style=curve_style(list(curves)))
+
+
+CAPTION = f"Mean training loss over {SMOOTHED} steps, by step"
+
+
+def curve_style(names: Sequence[str]) -> str:
+    """Return the style of these curves, in the order of their classes, for both colour schemes."""
+    rules = ["svg { font: 16px system-ui, sans-serif; }", ".line { fill: none; stroke-width: 2; }"]
+    rules += [".background { fill: #ffffff; }", "text { fill: #1c2330; }", ".band { stroke: none; opacity: 0.15; }"]
+    dark = [".background { fill: #1e2129; }", "text { fill: #e6e8eb; }"]
+    for place, name in enumerate(names):
+        day, night, dashes = LOOKS[name]
+        rules.append(f".curve{place}.line {{ stroke: {day}; stroke-dasharray: {dashes}; }}")
+        rules.append(f".curve{place}.band {{ fill: {day}; }}")
+        dark.append(f".curve{place}.line {{ stroke: {night}; }}")
+        dark.append(f".curve{place}.band {{ fill: {night}; }}")
+    night_rules = "\n".join(f"  {rule}" for rule in dark)
+    return "\n".join(["<style>", *rules, f"@media (prefers-color-scheme: dark) {{\n{night_rules}\n}}", "</style>"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -265,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--warm-up", type=float, default=0.1, help="share of the steps")
-    parser.add_argument("--only", action="append", choices=list(COLORS), help="only this one; can be repeated")
+    parser.add_argument("--only", action="append", choices=list(LOOKS), help="only this one; can be repeated")
     parser.add_argument("--svg", type=local_target)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)

@@ -9,7 +9,6 @@ import yaml
 from package_edges import EDGES
 
 import shardload
-from benchmarks.charts import CHARTS, drawn
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -175,8 +174,3 @@ def test_the_api_reference_names_what_is_there(name):
 @pytest.mark.parametrize("name", sorted({*shardload.__all__} - {*shardload.errors.__all__}))
 def test_every_public_name_is_in_the_api_reference(name):
     assert any(shown == f"shardload.{name}" or shown.startswith(f"shardload.{name}.") for shown in DOCUMENTED)
-
-
-@pytest.mark.parametrize("name", CHARTS)
-def test_charts_are_those_of_their_numbers(name):
-    assert drawn(ROOT / "docs", name) == (ROOT / "docs" / "charts" / f"{name}.svg").read_text()
