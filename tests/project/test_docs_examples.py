@@ -268,6 +268,7 @@ def test_migrate(here):
 
 def test_read_from_object_stores():
     assert callable(run("docs/how-to/read-from-object-stores.md")["read"])
+    assert callable(run("docs/how-to/cache-remote-checkpoints.md")["start"])
 
 
 class _Batches(keras.utils.PyDataset):

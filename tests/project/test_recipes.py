@@ -27,6 +27,15 @@ from shardload.runs.listing import list_steps
 ROOT = Path(__file__).parents[2]
 HOW_TO = ROOT / "docs" / "how-to"
 RECIPES = ["load-on-kubernetes", "load-on-a-tpu-pod", "load-on-slurm", "two-machines", "load-in-a-notebook"]
+SERVERS = [
+    "serve-checkpoints",
+    "secure-a-server",
+    "serve-buckets-with-a-cache",
+    "serve-several-machines",
+    "verify-and-prefetch",
+    "operate-a-server",
+    "serve-on-kubernetes",
+]
 
 
 def page(name):
@@ -47,7 +56,7 @@ def test_a_recipe_says_what_was_tried_what_to_expect_and_what_to_look_at(name):
     assert "## When it hangs or fails" in text and "(troubleshooting.md)" in text
 
 
-@pytest.mark.parametrize("name", [name for name in [*RECIPES, "operate-a-server"] if scripts(name)])
+@pytest.mark.parametrize("name", [name for name in [*RECIPES, *SERVERS] if scripts(name)])
 def test_the_scripts_of_a_recipe_are_valid(name):
     for script in scripts(name):
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
@@ -130,7 +139,7 @@ def kubernetes(name):
     [
         ("load-on-kubernetes", {"Service", "Job"}),
         ("start-several-processes", {"Service", "Job"}),
-        ("operate-a-server", {"Service", "DaemonSet"}),
+        ("serve-on-kubernetes", {"Service", "DaemonSet"}),
     ],
 )
 def test_kubernetes_objects_have_only_fields_that_exist(name, kinds):
@@ -233,15 +242,15 @@ def blocks(language, text):
 def test_servers_are_started_with_options_that_exist():
     reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
     table = reference.partition("## shardload serve")[2].partition("\n## ")[0]
-    text = (page("serve-checkpoints") + page("operate-a-server")).replace("\\\n", " ")
-    (pod,) = kubernetes("operate-a-server")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    text = "".join(map(page, SERVERS)).replace("\\\n", " ")
+    (pod,) = kubernetes("serve-on-kubernetes")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
     lines = [line.partition("shardload serve ")[2] for line in text.splitlines()] + pod["command"] + pod["args"]
     used = {option for line in lines for option in re.findall(r"--[a-z-]+", line)}
     assert "--token-file" in used and {option for option in used if f"`{option}" not in table} == set()
 
 
 def test_a_server_may_finish_before_it_is_killed():
-    spec = kubernetes("operate-a-server")["DaemonSet"]["spec"]["template"]["spec"]
+    spec = kubernetes("serve-on-kubernetes")["DaemonSet"]["spec"]["template"]["spec"]
     grace = dict(itertools.pairwise(spec["containers"][0]["command"]))["--grace"]
     unit = blocks("ini", page("operate-a-server"))[0]
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
@@ -249,16 +258,16 @@ def test_a_server_may_finish_before_it_is_killed():
 
 
 def test_alerts_watch_metrics_that_exist():
-    (alerts,) = [block for block in blocks("yaml", page("operate-a-server")) if block.startswith("groups:")]
+    (alerts,) = [block for block in blocks("yaml", page("monitor-a-server")) if block.startswith("groups:")]
     rules = [rule for group in yaml.safe_load(alerts)["groups"] for rule in group["rules"]]
     watched = {name for rule in rules for name in re.findall(r"\b(?:shardload_\w+|up)\b", rule["expr"])}
-    there = set(re.findall(r"`(shardload_\w+)", page("serve-checkpoints")))  # which are compared with a server's
+    there = set(re.findall(r"`(shardload_\w+)", page("monitor-a-server")))  # which are compared with a server's
     assert len(rules) == len(watched) == 6 and watched <= there | {"up"}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_the_commands_for_certificates_make_ones_that_are_trusted(tmp_path):
-    done = run_script(f"set -e\n{scripts('operate-a-server')[0]}", cwd=tmp_path)
+    done = run_script(f"set -e\n{scripts('secure-a-server')[1]}", cwd=tmp_path)
     assert done.returncode == 0 and "cert.pem: OK" in done.stdout, done.stderr
     client = ssl.create_default_context(cafile=tmp_path / "ca.pem")
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

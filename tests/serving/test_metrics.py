@@ -21,7 +21,7 @@ from shardload.errors import SourceError
 from shardload.serving.certificates import expiry_s, server_context
 
 FILE = "/m/model.safetensors"
-HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "serve-checkpoints.md"
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "monitor-a-server.md"
 
 
 @pytest.fixture
