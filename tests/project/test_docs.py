@@ -131,7 +131,6 @@ LONG_PAGES = {
     "how-to/convert-checkpoints.md",
     "how-to/save-and-restore.md",
     "how-to/search-layouts.md",
-    "how-to/troubleshooting.md",
     "layouts-compared.md",
     "performance.md",
     "reference/checkpoints.md",

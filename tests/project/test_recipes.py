@@ -1,8 +1,6 @@
 """The recipes of docs/how-to for clusters and notebooks, as far as one machine can run them, and quoted messages."""
 
-import ast
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -20,6 +18,7 @@ import yaml
 from bucket_server import bucket
 from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 from process_runs import job_of_a_free_port
+from quoted_messages import is_said
 
 from shardload.console import launch
 from shardload.runs.listing import list_steps
@@ -74,49 +73,6 @@ def test_recipes_use_options_that_exist():
 
 
 # ---- quoted messages -----------------------------------------------------------------------------
-
-
-def texts_in(node):
-    """The texts that code makes, with ``…`` for what it inserts."""
-    match node:
-        case ast.Constant(value=str() as text):
-            return text
-        case ast.JoinedStr(values=values):
-            return "".join(map(texts_in, values))
-        case ast.BinOp(left=left, right=right):
-            return texts_in(left) + texts_in(right)
-    return "…"
-
-
-@functools.cache
-def package_texts():
-    every = [ast.walk(ast.parse(path.read_text())) for path in (ROOT / "shardload").rglob("*.py")]
-    kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
-    return {texts_in(node) for nodes in every for node in nodes if isinstance(node, kinds)}
-
-
-def quoted_messages():
-    """The first column of tables of messages."""
-    text = page("troubleshooting")
-    rows = re.findall(r"^\| (`[^|]*`) \| [^|]* \| [^|]* \|$", text, re.MULTILINE)
-    return [quoted for row in rows for quoted in re.findall(r"`([^`]+)`", row)]
-
-
-def is_said(message):
-    """Whether one text of the package contains the parts of a message between ``…`` and numbers, in order."""
-    parts = [re.escape(part.strip()) for part in re.split(r"…|\d+", message) if part.strip()]
-    pattern = re.compile(".*".join(parts), re.DOTALL)
-    return any(pattern.search(text) for text in package_texts())
-
-
-def test_each_quoted_message_is_in_the_package():
-    messages = quoted_messages()
-    assert len(messages) > 50
-    assert [message for message in messages if not is_said(message)] == []
-
-
-def test_a_message_that_nobody_says_is_found():
-    assert not is_said("The moon … is made of green cheese")
 
 
 @pytest.mark.parametrize("name", RECIPES)
