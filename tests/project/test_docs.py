@@ -129,7 +129,6 @@ def test_pages_are_in_the_section_of_their_folder():
 
 LONG_PAGES = {
     "how-to/convert-checkpoints.md",
-    "how-to/save-and-restore.md",
     "how-to/search-layouts.md",
     "layouts-compared.md",
     "performance.md",

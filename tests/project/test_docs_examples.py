@@ -240,12 +240,39 @@ def test_planning_tutorial(here, capsys):
     assert len(found["history"].history["loss"]) == 1
 
 
+@pytest.fixture
+def training(here):
+    """What the pages on steps use, with the folder of a run that has trained for an epoch."""
+    x, y = numbers()
+    names = {"model": build_model(), "build_model": build_model, "x": x, "y": y, "root": str(here / "run")}
+    build_model().fit(x, y, verbose=0, callbacks=[OrbaxCheckpoint(here / "run")])
+    return names
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Step .* without a data position")
 def test_save_and_restore(here):
     x, y = numbers()
     found = run("docs/how-to/save-and-restore.md", {"model": build_model(), "build_model": build_model, "x": x, "y": y})
-    assert found["position"].at > 0 and shardload.inspect(found["weights"]).format == "orbax"
+    assert found["report"].notes and shardload.inspect(found["weights"]).format == "orbax"
+
+
+def test_checkpoint_your_own_loop(here):
+    assert run("docs/how-to/checkpoint-your-own-loop.md")["last"] is None
+    assert run("docs/how-to/checkpoint-your-own-loop.md")["last"].step == 3
+
+
+def test_restore_into_another_model(training, capsys):
+    found = run("docs/how-to/restore-into-another-model.md", training)
+    assert found["report"].missing and "the moving averages (use_ema)" in capsys.readouterr().out
+
+
+def test_damaged_steps(training):
+    assert run("docs/how-to/damaged-steps-and-failed-saves.md", training)["report"].notes
+
+
+@pytest.mark.filterwarnings("ignore:Step .* without a data position")
+def test_resume_with_the_next_batch(training):
+    assert run("docs/how-to/resume-with-the-next-batch.md", training)["position"].at == 8
 
 
 def test_follow_a_trainer(here, capsys):
@@ -308,6 +335,7 @@ def test_layout_rules(gemma, here, capsys):
 def test_several_processes():
     assert callable(run("docs/reference/several-processes.md")["serve"])
     assert callable(run("docs/how-to/start-several-processes.md")["serve"])
+    assert callable(run("docs/how-to/resume-several-processes.md")["train"])
 
 
 def test_second_order_optimizer(here):

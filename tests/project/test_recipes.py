@@ -25,7 +25,14 @@ from shardload.runs.listing import list_steps
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = ROOT / "docs" / "how-to"
-RECIPES = ["load-on-kubernetes", "load-on-a-tpu-pod", "load-on-slurm", "two-machines", "load-in-a-notebook"]
+RECIPES = [
+    "load-on-kubernetes",
+    "train-on-kubernetes",
+    "load-on-a-tpu-pod",
+    "load-on-slurm",
+    "two-machines",
+    "load-in-a-notebook",
+]
 SERVERS = [
     "serve-checkpoints",
     "secure-a-server",
@@ -159,7 +166,7 @@ def job_set_form():
 
 @pytest.fixture
 def job_set():
-    (found,) = kubernetes_fields.job_sets_of("how-to/load-on-kubernetes.md")
+    (found,) = kubernetes_fields.job_sets_of("how-to/train-on-kubernetes.md")
     return found
 
 
@@ -242,7 +249,7 @@ def test_the_commands_for_certificates_make_ones_that_are_trusted(tmp_path):
 
 
 def test_policies_and_rules_of_buckets_are_json():
-    text = page("save-to-object-stores")
+    text = page("bucket-permissions")
     policy, amazon, google = map(json.loads, re.findall(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     actions = {action for one in policy["Statement"] for action in [one["Action"]] if isinstance(action, str)}
     actions |= {action for one in policy["Statement"] if isinstance(one["Action"], list) for action in one["Action"]}
@@ -354,7 +361,7 @@ def training_script(name):
 
 
 def test_both_training_scripts_differ_only_in_how_they_connect():
-    slurm, kubernetes = map(training_script, ["load-on-slurm", "load-on-kubernetes"])
+    slurm, kubernetes = map(training_script, ["load-on-slurm", "train-on-kubernetes"])
     after = [text.partition("import shardload")[2].partition('"gs://BUCKET/run"') for text in (slurm, kubernetes)]
     assert after[1][1] and after[0][0].replace("s3://", "gs://") == "".join(after[1])
     compile(kubernetes, "train.py", "exec")
