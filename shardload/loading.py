@@ -67,6 +67,12 @@ def load(
     In a `jax.distributed` run, all processes make the call, and it succeeds or fails on all of them. A mesh of only
     this process's devices does not involve the other processes.
 
+    Examples:
+        ```python
+        model = shardload.load("gemma3_270m", mesh="1x8", dtype="bfloat16")
+        print(shardload.report(model))
+        ```
+
     Args:
         source: A path, a name in the checkpoint root, a KerasHub preset or handle, or an alias.
         mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, ``{"data": 2, "model": 4}``, a `jax.sharding.Mesh`, a
@@ -242,6 +248,13 @@ def load_weights(
 ) -> LoadReport:
     """Load weights into an existing model, live or built inside `shardload.abstract`.
 
+    Examples:
+        ```python
+        with shardload.abstract():  # no memory for initial values
+            model = build_model()
+        report = shardload.load_weights(model, "model.weights.h5", mesh="2x4")
+        ```
+
     Args:
         model: A built Keras model. If it is compiled and the checkpoint contains the state of its optimizer, the state
             is loaded too, whether the optimizer has trained before or not.
@@ -335,6 +348,13 @@ def plan(
 ) -> PlanReport:
     """Plan a load from headers alone: which bytes are read and where they go; needs neither devices nor weights.
 
+    Examples:
+        ```python
+        plan = shardload.plan("gemma2_9b", mesh="4x8", device_memory_bytes="16GiB")
+        print(plan)
+        print(plan.fits)
+        ```
+
     Args:
         source: As for `load`. Where there are no weights, the name of an architecture that ``shardload synth`` knows,
             a folder with a model's configuration files, or the path of its ``config.json``; of a KerasHub preset, only
@@ -384,6 +404,13 @@ def plan(
 
 def report(model: Any) -> LoadReport:
     """Return the report of the last load into ``model``.
+
+    Examples:
+        ```python
+        model = shardload.load("gemma3_270m", mesh="1x8")
+        report = shardload.report(model)
+        print(report.seconds, report.notes)
+        ```
 
     Raises:
         UnsupportedError: When shardload loaded nothing into it in this process.

@@ -64,6 +64,12 @@ def restore(
 ) -> LoadReport:
     """Fill a model with a step of a training run.
 
+    Examples:
+        ```python
+        report = shardload.restore(model, "checkpoints", step="best", mesh="2x4")
+        print(report.notes[0])  # which step it was
+        ```
+
     Args:
         model: A built Keras model, live or built inside `shardload.abstract`, compiled or not.
         directory: The folder in which `shardload.callbacks.OrbaxCheckpoint` saves its steps; also a folder of Keras'

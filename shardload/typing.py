@@ -69,6 +69,7 @@ class Plan(Protocol):
 
 # The words are no Literals, as any other string may be a path or a size.
 PathLike: TypeAlias = str | os.PathLike[str]
+"""A path, a name or an address."""
 MeshLike: TypeAlias = str | int | Sequence[int] | Mapping[str, int] | Mesh | Distribution
 """A mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, sizes by name, a mesh of JAX or Keras, or a Keras distribution."""
 LayoutLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Sequence[str | None]] | LayoutMap | Distribution | Plan

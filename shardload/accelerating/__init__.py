@@ -342,6 +342,15 @@ def fast() -> Iterator[FastReport]:
     The block affects the code that runs in it, including tasks and threads that copy its context
     (``asyncio.to_thread``); other threads see plain Keras. Blocks nest: a call appears in the report of each.
 
+    Examples:
+        ```python
+        import keras_hub
+
+        with shardload.fast() as report:
+            backbone = keras_hub.models.Backbone.from_preset("./gemma3_270m")
+        print(report)  # a line for each call
+        ```
+
     Yields:
         The report, which grows with each call.
 

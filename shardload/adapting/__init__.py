@@ -62,6 +62,12 @@ def load_adapter(model: Any, adapter: AdapterLike, *, merge: bool = False) -> Ad
     ``save_as(model, path, to="peft")``. Compile the model afterwards. Where a kernel has the heads of a weight as a dim
     of its own, Keras' factors have a rank that is larger by the number of heads; the report says so.
 
+    Examples:
+        ```python
+        model = shardload.load("gemma-2-2b", mesh="1x8")
+        print(shardload.load_adapter(model, "my-lora"))
+        ```
+
     Args:
         model: A KerasHub task or backbone, with its weights. It may be quantised, unless ``merge``.
         adapter: The folder of an adapter of PEFT. With ``merge``, also several, as for `shardload.load`.

@@ -52,6 +52,16 @@ class Checkpointer:
     The steps are those of `shardload.callbacks.OrbaxCheckpoint`, which describes the arguments with the same names:
     either may continue what the other has saved. Also a context manager, which waits for the last save.
 
+    Examples:
+        ```python
+        with shardload.Checkpointer("run", max_to_keep=3) as saver:
+            last = saver.restore(model)  # None if nothing was saved yet
+            for step in range(last.step + 1 if last else 1, 11):
+                metrics = model.train_on_batch(x, y, return_dict=True)
+                if step % 5 == 0:
+                    saver.save(step, model, metrics=metrics)
+        ```
+
     Args:
         directory: The folder of the steps, created if missing, or its address in a bucket: ``s3://`` or ``gs://``.
         max_to_keep: The number of latest steps to keep; ``None`` keeps all.
@@ -303,6 +313,12 @@ def save(
 
     In a `jax.distributed` run, all processes make the call, with a folder that all of them share. The step is saved by
     all of them or by none. Of ``metrics`` and ``metadata``, those of process 0 are stored.
+
+    Examples:
+        ```python
+        shardload.save(model, "run", step=1000, metrics={"loss": 0.1})
+        shardload.restore(model, "run", step=1000)
+        ```
 
     Args:
         model: A built Keras model.

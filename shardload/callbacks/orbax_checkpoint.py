@@ -42,6 +42,14 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     The arguments of ``keras.callbacks.OrbaxCheckpoint`` have the same meaning, applied to all runs in the folder.
     `shardload.restore` checks the steps; plain Orbax and, within its limits, Keras can read them, too.
 
+    Examples:
+        ```python
+        from shardload.callbacks import OrbaxCheckpoint
+
+        saves = OrbaxCheckpoint("run", max_to_keep=3, resume=True)  # run the same script again to continue
+        model.fit(x, y, epochs=2, callbacks=[saves])
+        ```
+
     Args:
         directory: The folder of the steps, created if missing; a relative path is resolved when the callback is made.
             Or the address of a folder in a bucket: ``s3://bucket/run`` or ``gs://bucket/run``.

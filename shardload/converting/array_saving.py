@@ -86,6 +86,12 @@ def save_arrays(
     If arrays are sharded over several processes of a `jax.distributed` run, every process must make the call, with the
     same path in a folder that all share. Each writes its own shards, and one of them each replica.
 
+    Examples:
+        ```python
+        params = {"dense": {"kernel": jax.numpy.ones((8, 16))}}
+        shardload.save_arrays(params, "params.safetensors")
+        ```
+
     Args:
         tree: A pytree of `jax.Array`s, arrays of NumPy and numbers: dicts, a module of Equinox or Flax NNX, a state.
             The name of a leaf is its path joined by dots, or by slashes for Orbax. Functions in a module are left out.
@@ -94,7 +100,7 @@ def save_arrays(
             or several files with an index. That of the second is a pytree for Orbax: nested dicts, by the names.
         names: As for `load_arrays`, with the same rules: a `StoredAs` says in which tensors an array is stored. Lengths
             that do not follow from the array's shape must be in its ``sizes``. Padding must be zero.
-        host_memory_bytes: Most bytes of arrays in host memory at once.
+        host_memory_bytes: Most bytes of arrays in host memory at once, 512 MiB by default.
         max_shard_bytes: Most bytes of tensors in one file of a safetensors folder, by default 5 GB.
         overwrite: Replace an existing checkpoint at ``path``.
         progress: As for `shardload.load`.

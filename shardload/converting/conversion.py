@@ -95,6 +95,12 @@ def convert(
     An interrupted conversion continues where it stopped when it is started again. The target appears under its
     name only when it is complete and flushed to disk.
 
+    Examples:
+        ```python
+        report = shardload.convert("gemma-2-2b", "gemma2-preset", to="preset")
+        print(report.tensors, report.n_bytes)
+        ```
+
     Args:
         src: Any source that `shardload.load` accepts and that describes its model.
         dst: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
@@ -105,7 +111,7 @@ def convert(
             files.
         dtype: Dtype of the floating-point tensors; by default each keeps its own, and decoded (GGUF) or computed
             tensors have the dtype that `shardload.load` gives them.
-        host_memory_bytes: Bytes of tensors in memory at once, or text like ``"512MiB"``.
+        host_memory_bytes: Bytes of tensors in memory at once, or text like ``"512MiB"``, which is the default.
         max_shard_bytes: Most bytes of tensors per file, or text like ``"2GiB"``; a larger tensor gets its own file.
             5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is split only if this is given.
         overwrite: Replace an existing checkpoint at ``dst``.

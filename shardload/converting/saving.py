@@ -91,6 +91,13 @@ def save_as(
     the same path in a folder that all share. Each writes its own shards. A model on the devices of one process is
     saved by that process alone.
 
+    Examples:
+        ```python
+        model = shardload.load("gemma3_270m", mesh="1x8")
+        shardload.save_as(model, "tuned-hf", to="safetensors")
+        shardload.save_as(model, "tuned.weights.h5")
+        ```
+
     Args:
         model: A built Keras model. It is not changed; do not train it during the call.
         path: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in

@@ -58,6 +58,17 @@ _NO_NUMBERS = (
 def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
     """Return a Grain dataset whose position `shardload.callbacks.OrbaxCheckpoint` saves and restores to the batch.
 
+    Examples:
+        ```python
+        import grain
+        from shardload.callbacks import OrbaxCheckpoint
+
+        pairs = grain.MapDataset.source(list(zip(x, y)))
+        data = shardload.data.resumable(pairs.shuffle(seed=0).repeat().batch(32))
+        saves = OrbaxCheckpoint("run", save_freq=3, resume=True)
+        model.fit(data, shuffle=False, steps_per_epoch=4, epochs=2, callbacks=[saves])
+        ```
+
     Args:
         dataset: A `grain.IterDataset`, or a `grain.MapDataset`, which is read in order. Shuffle, repeat and batch
             it first. Without ``repeat`` its order is the same in every epoch. With several processes it is the

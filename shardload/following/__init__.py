@@ -75,6 +75,13 @@ def follow(
     the trainer's, and then swapped in as a whole. So devices need memory for the weights twice. The optimizer is left
     alone. Nothing is read before the first `Follower.update`, step of a loop, or `Follower.start`.
 
+    Examples:
+        ```python
+        follower = shardload.follow(model, "checkpoints")
+        if (step := follower.update()) is not None:
+            print(f"now with the weights of step {step}")
+        ```
+
     Args:
         model: A built Keras model, with or without values.
         source: The folder of the steps, or its address: in a bucket, or on an HTTP server such as `shardload serve`.
@@ -92,16 +99,20 @@ def follow(
 class Follower:
     """Loads each new step of a run into a model; `follow` makes one.
 
-    Three ways to use it, of which several processes that share a mesh have the first two::
+    There are three ways to use it; several processes that share a mesh have the first two:
 
-        follower.update()                 now, in a loop of your own: the number of the new step, or None
-        for step in follower: ...         waits for each new step
-        with follower: ...                in a background thread; also start() and stop()
+    * ``follower.update()`` loads a new step now, and returns its number, or ``None`` if there is none.
+    * ``for step in follower:`` waits for each new step.
+    * ``with follower:``, or ``start()`` and ``stop()``, updates in a background thread.
 
-    Whoever uses the weights in another thread than the one that updates holds them meanwhile::
+    A thread that uses the weights while another one updates needs `held`: all of the block sees one step.
 
-        with follower.held() as step:
-            predictions = model.predict(batch)    # all by the weights of this step
+    Examples:
+        ```python
+        with shardload.follow(model, "checkpoints") as follower:  # updates in the background
+            with follower.held() as step:
+                predictions = model.predict(x)
+        ```
     """
 
     @suggests_arguments

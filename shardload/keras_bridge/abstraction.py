@@ -62,6 +62,13 @@ def abstract() -> Iterator[list[weakref.ref[Variable]]]:
     can be loaded or initialised; reading it raises `UninitialisedError`. ``quantize()`` needs values: load
     first, or build with a quantized dtype policy such as ``"int8_from_float32"``.
 
+    Examples:
+        ```python
+        with shardload.abstract():
+            model = build_model()  # shapes and paths, no values
+        shardload.load_weights(model, "model.weights.h5", mesh="1x8")
+        ```
+
     Yields:
         Weak references to the variables created so far.
 
@@ -82,6 +89,13 @@ def initialise(
     devices: Sequence[jax.Device] | None = None,
 ) -> list[str]:
     """Initialise every variable without a value, sharded per its layout, in creation order.
+
+    Examples:
+        ```python
+        with shardload.abstract():
+            model = build_model()
+        shardload.initialise(model)
+        ```
 
     Args:
         target: A model (with its optimizer, metrics, sampler) or variables.

@@ -65,6 +65,14 @@ def compile_step(
 
     Neither values nor layouts of the model change, and no weight is allocated.
 
+    Examples:
+        ```python
+        choice = shardload.parallel.choose(model, "data=2,model=4")
+        batch = jax.ShapeDtypeStruct((32, 64), "float32")
+        step = shardload.parallel.compile_step(model, choice, batch, training="gradients")
+        print(step.total_bytes, step.counts)
+        ```
+
     Args:
         model: A built model, with values or from `shardload.abstract`.
         choice: Layouts of its variables: a plan, or what `choose` returned for this model object.

@@ -115,6 +115,16 @@ class _Instruction:
 def collectives_in(text: str, mesh: MeshSpec) -> tuple[Collective, ...]:
     """Return every collective instruction of a compiled program, in the order of its text.
 
+    Examples:
+        ```python
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+        rows = NamedSharding(Mesh(jax.devices(), ("model",)), P("model"))
+        program = jax.jit(lambda x: x.sum(0)).lower(jax.ShapeDtypeStruct((8, 4), "float32", sharding=rows)).compile()
+        mesh = shardload.parallel.choose(model, "model=8").mesh
+        print(shardload.parallel.collectives_in(program.as_text(), mesh))
+        ```
+
     Args:
         text: ``compiled.as_text()`` of a program for one mesh.
         mesh: The mesh, whose positions are the program's devices, row-major.

@@ -57,6 +57,14 @@ def check_numbers(
 
     If the model is already on this mesh, the shards of its own variables are compared with the plan, too.
 
+    Examples:
+        ```python
+        choice = shardload.parallel.choose(model, "data=2,model=4")
+        check = shardload.parallel.check_numbers(model, choice, x, target=y, loss="mse")
+        print(check.summary())
+        check.raise_if_wrong()
+        ```
+
     Args:
         model: A model with values, or a function that builds one.
         choice: Layouts of its variables: a plan, what `choose` returned for this model object, or a function from the

@@ -53,6 +53,13 @@ def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] 
     Reads ``addressable_shards``: the part of the array on each device, and its bytes. Variables without a value are
     left out.
 
+    Examples:
+        ```python
+        distribution = shardload.AutoShardDistribution("data=2,model=4")
+        distribution.shard(model)
+        assert shardload.parallel.check_placement(model, distribution.choice(model)) == ()
+        ```
+
     Args:
         model: A model whose values are on the mesh, such as one that `shardload.load` returned.
         choice: Layouts of its variables: a plan, or what `choose` returned for this model object.

@@ -72,6 +72,12 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
     Without ``device_memory_bytes`` no limit is known, and replicating everything would often be fastest: the search
     then returns the plan with the least product of step time and bytes of weights on each device.
 
+    Examples:
+        ```python
+        plan = shardload.parallel.search(model, "data=2,model=4", batch=16, optimizer="adamw")
+        print(plan)
+        ```
+
     Args:
         model: A built Keras model.
         mesh: The mesh, such as ``"data=2,model=4"``. Axes called ``data`` and ``fsdp`` split the first dim of the

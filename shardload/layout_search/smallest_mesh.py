@@ -36,6 +36,12 @@ def search_smallest_mesh(
     Tries meshes of 1, 2, 4, … devices, in all shapes ``batch`` x ``model``. Of several shapes that fit, the fastest is
     taken. The batch has the same rows on all meshes, so with a larger ``batch`` axis each device has fewer of them.
 
+    Examples:
+        ```python
+        plan = shardload.parallel.search_smallest_mesh(model, 200 << 10, batch=16, optimizer="adamw")
+        print(plan)
+        ```
+
     Args:
         model: A built Keras model.
         device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.

@@ -40,6 +40,15 @@ def all_reduce(
 ) -> Any:
     """Combine the shards along mesh axes, element by element; all devices along these axes get the result.
 
+    Examples:
+        ```python
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+        mesh = Mesh(jax.devices(), ("model",))
+        shards = jax.device_put(np.ones((8, 16), "float32"), NamedSharding(mesh, P("model")))
+        print(shardload.parallel.all_reduce(shards, "sum", "model").shape)  # (1, 16)
+        ```
+
     Args:
         x: An array of any shape. Its dims that are split over ``axis_name`` become as short as one shard. If it is
             replicated over ``axis_name``, all shards are equal: ``"sum"`` multiplies them by the size of the axes,
@@ -69,6 +78,15 @@ def all_gather(
 ) -> Any:
     """Concatenate the shards along mesh axes; all devices along these axes get the result.
 
+    Examples:
+        ```python
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+        mesh = Mesh(jax.devices(), ("model",))
+        shards = jax.device_put(np.ones((8, 16), "float32"), NamedSharding(mesh, P("model")))
+        whole = shardload.parallel.all_gather(shards, axis=0, axis_name="model")  # (8, 16) on each device
+        ```
+
     Args:
         x: An array. If dim ``axis`` is split over ``axis_name`` only, its values stay as they are and it becomes
             replicated. If ``x`` is replicated over ``axis_name``, the result contains it once per device.
@@ -97,6 +115,15 @@ def reduce_scatter(
     spec: PartitionSpec | None = None,
 ) -> Any:
     """Add the shards along mesh axes; every device along these axes gets one part of the sum.
+
+    Examples:
+        ```python
+        from jax.sharding import Mesh
+
+        mesh = Mesh(jax.devices(), ("model",))
+        copies = np.ones((8, 16), "float32")  # the same on each device
+        parts = shardload.parallel.reduce_scatter(copies, axis=0, axis_name="model", mesh=mesh)  # 8 × copies, split
+        ```
 
     Args:
         x: An array; the length of dim ``axis`` of a shard is divisible by the size of the axes.
@@ -135,6 +162,12 @@ def reduce_scatter(
 
 def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim: int) -> Any:
     """Cut an array along a dim into ``device_count`` parts, as `numpy.array_split` does, and return one of them.
+
+    Examples:
+        ```python
+        part = shardload.parallel.split_tensor_for_parallelism(np.ones((8, 10)), index=0, device_count=4, dim=1)
+        print(part.shape)  # (8, 3): 10 columns are 3 + 3 + 2 + 2
+        ```
 
     Args:
         tensor: A NumPy or JAX array.
@@ -305,6 +338,11 @@ def _as_spec(split: Spec) -> PartitionSpec:
 def list_devices(device_type: str | None = None) -> list[str]:
     """Return the ids (``cpu:0``) of all devices, including those that belong to other processes.
 
+    Examples:
+        ```python
+        print(shardload.parallel.list_devices())  # ['cpu:0', 'cpu:1', …]
+        ```
+
     Args:
         device_type: ``"cpu"``, ``"gpu"`` or ``"tpu"``; JAX's default platform otherwise.
 
@@ -319,6 +357,11 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
 
     Warns and returns all of them if there are fewer; returns an empty list for a count below one.
 
+    Examples:
+        ```python
+        print(shardload.parallel.get_best_devices(2))  # ['cpu:0', 'cpu:1']
+        ```
+
     Raises:
         MeshError: When there is no such platform here.
     """
@@ -332,6 +375,11 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
 
 def devices_of(ids: str | Sequence[str]) -> list[Any]:
     """Return the `jax.Device`s with the given ids, such as ``["cpu:0", "cpu:1"]``, or with one id.
+
+    Examples:
+        ```python
+        first, second = shardload.parallel.devices_of(["cpu:0", "cpu:1"])
+        ```
 
     Raises:
         MeshError: When there is no device with one of the ids.

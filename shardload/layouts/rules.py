@@ -247,6 +247,17 @@ def layout_rule(layer_class: type) -> Callable[[_R], _R]:
     get their layouts as usual. A later rule for the same class replaces the earlier one. In a run of several processes,
     register it in each of them.
 
+    Examples:
+        ```python
+        class Experts(keras.layers.Layer):
+            def build(self, shape):
+                self.gate = self.add_weight(shape=(8, shape[-1], 4), name="gate")
+
+        @shardload.layout_rule(Experts)
+        def split_experts(layer):
+            return {"gate": (0, 2)}  # one expert on each device, or else the last dim
+        ```
+
     Args:
         layer_class: A subclass of `keras.layers.Layer`.
 

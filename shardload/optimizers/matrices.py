@@ -143,6 +143,11 @@ def state_bytes(
 ) -> int:
     """Return the bytes of REKLS' state per device for a variable; if m x n, (8mn + 8m² + 8n² + 4m + 4n) / k in float32.
 
+    Examples:
+        ```python
+        print(shardload.optimizers.state_bytes((4096, 16384), parts=(1, 8)))
+        ```
+
     Args:
         shape: Shape of the variable.
         parts: The number of parts into which its layout splits each dim, as `Layout.parts`; their product is k. By

@@ -49,6 +49,12 @@ class REKLS(JointOptimizer):
     Each matrix W (m x n) has two factors, L (m x m) and R (n x n): moving averages of products of its gradients. They
     are decomposed into eigenvectors, and Adam runs in the coordinates of these.
 
+    Examples:
+        ```python
+        model.compile(shardload.optimizers.REKLS(learning_rate=1e-3), "mse")
+        model.fit(x, y)
+        ```
+
     Args:
         learning_rate: A float, a `keras.optimizers.schedules.LearningRateSchedule`, or a callable.
         beta_1: Decay rate of the first moment.

@@ -41,6 +41,12 @@ def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> 
     `shardload.restore`, are spread as they are created. The optimizer keeps its class, and what it saves does not
     depend on the spread.
 
+    Examples:
+        ```python
+        shardload.restore(model, "checkpoints", mesh="2x4")
+        print(shardload.shard_optimizer(model))
+        ```
+
     Args:
         target: A compiled model, or an optimizer that no model has trained with yet. If the weights of the model are
             on a mesh and its optimizer has no slots yet, this call creates them, already spread.

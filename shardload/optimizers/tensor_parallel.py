@@ -29,6 +29,13 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     Updates, variables and saved state are those of ``base_optimizer``. The interface is that of Keras pull request
     21792, for programs that were written for it. `shardload.shard_optimizer` does the same without a wrapper.
 
+    Examples:
+        ```python
+        shardload.load_weights(model, "model.weights.h5", mesh="1x8", items="weights")
+        model.compile(shardload.optimizers.TensorParallelOptimizer("adam"), "mse")
+        model.fit(x, y)
+        ```
+
     Args:
         base_optimizer: An optimizer of Keras, its name, or its configuration.
         device_count: Number of devices that split the state, which `build` checks: all devices of the mesh, or those of

@@ -48,6 +48,13 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
 
     Reads layer objects, shapes and dtypes only, so the variables may have no values yet.
 
+    Examples:
+        ```python
+        choice = shardload.parallel.choose(model, "data=2,model=4")
+        for variable in model.variables:
+            print(variable.path, choice.of(variable))
+        ```
+
     Args:
         model: A built Keras model.
         mesh: The mesh, such as ``"data=2,model=4"``; what its axes split follows from their names
@@ -106,6 +113,12 @@ def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> La
     Reads layers, einsum equations, shapes and dtypes only: the variables may have no values, and the devices need not
     exist. ``choice.of(variable)`` is a variable's layout, ``choice.by_id[id(variable)].rule`` the reason, and
     ``choice.fallbacks`` lists what did not divide.
+
+    Examples:
+        ```python
+        choice = shardload.parallel.autoconfig(model, device_count=8)
+        print(choice.summary())
+        ```
 
     Args:
         model: A built Keras model.
@@ -286,6 +299,12 @@ def search_compiled(
 
     The estimate of a search decides which layouts are tried, the compiled program decides which one is returned.
     Nothing is allocated, and the model may have no values.
+
+    Examples:
+        ```python
+        plan = shardload.parallel.search_compiled(model, "data=2,model=4", batch=16, optimizer="adamw")
+        print(plan.compiled.total_bytes)
+        ```
 
     Args:
         model: A built Keras model.

@@ -47,6 +47,13 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
 
     Under its scope, `shardload.load` and `shardload.load_weights` load into layouts chosen in the same way, and
     KerasHub's ``from_preset`` works as under every distribution. Inside `shardload.fast`, it skips initial values.
+
+    Examples:
+        ```python
+        distribution = shardload.AutoShardDistribution("data=2,model=4")
+        model = distribution.build(build_model)  # each shard is initialised on its device
+        model.fit(x, y, batch_size=32)
+        ```
     """
 
     lays_out_each_batch = True  # as in `MeshParallel`

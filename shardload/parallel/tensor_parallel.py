@@ -87,6 +87,14 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     ``save_weights`` writes the same files as the plain model, which is the attribute ``model``, on the same devices.
 
     ``keras.saving.load_model`` knows this class once it is imported: ``from shardload import TensorParallelKeras``.
+
+    Examples:
+        ```python
+        model = shardload.TensorParallelKeras(build_model(), device_count=8)
+        model.compile("adam", "mse")
+        model.fit(x, y)
+        print(model.get_parallelism_info())
+        ```
     """
 
     # A flag rather than isinstance: packages below this one cannot import the class.

@@ -88,6 +88,16 @@ def load_arrays(
     involve the other processes if the mesh and the targets name only devices of this process, or none. A function as
     targets without a mesh concerns all processes.
 
+    Examples:
+        ```python
+        from jax.sharding import PartitionSpec as P
+
+        def target(name, shape):
+            return P("model") if name.endswith("embed_tokens.weight") else P()
+
+        params = shardload.load_arrays("gemma-2-2b", target, mesh="1x8")  # a dict by tensor name
+        ```
+
     Args:
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
         targets: One target for every tensor; or a function of an array's name and shape (and dtype, if it takes three)

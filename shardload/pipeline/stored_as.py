@@ -31,6 +31,15 @@ _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 class StoredAs:
     """How a checkpoint stores an array: the tensors that make it up, and how their dims correspond.
 
+    Examples:
+        ```python
+        from jax.sharding import PartitionSpec as P
+
+        up = shardload.StoredAs("model.layers.{layer}.mlp.up_proj.weight", "out in -> layer in out")
+        targets = {"up": P(None, None, "model")}  # one array for all layers
+        params = shardload.load_arrays("gemma-2-2b", targets, mesh="1x8", names={"up": up}, strict=False)
+        ```
+
     Args:
         tensors: The tensor's name. Each ``{placeholder}`` in it means a number, and is a dim of the array: one
             rule covers all layers (``"model.layers.{layer}.mlp.up_proj.weight"``) or all experts of all layers.

@@ -218,6 +218,13 @@ def _noted(resolved: Resolved, manifest: Manifest, checker: Checker | None, *, v
 def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
     """Read the headers of a checkpoint and return its manifest: names, shapes and dtypes of its tensors.
 
+    Examples:
+        ```python
+        manifest = shardload.inspect("model.weights.h5")
+        for name, tensor in manifest.tensors.items():
+            print(name, tensor.shape, tensor.dtype)
+        ```
+
     Args:
         source: A path, name, preset or handle, as for `load`; also single safetensors and h5 files.
         format: Name of the format that the checkpoint must have, such as ``gguf``; any by default.

@@ -42,19 +42,20 @@ def cache(directory: str | os.PathLike[str] | None, *, size: int | str = DEFAULT
     """Keep what is read from remote stores in a folder on this machine, for the next start.
 
     Reads of objects at ``s3://``, ``gs://``, ``http(s)://`` and ``hf://`` addresses look there first, and what they
-    fetch is stored there, from this call on; at the end of a ``with`` block, what was in force before it is again::
+    fetch is stored there, from this call on. In a ``with`` statement, it is for the block only. Several processes may
+    share the folder. Without a call, the environment variables ``SHARDLOAD_CACHE`` and ``SHARDLOAD_CACHE_SIZE`` decide.
 
+    Examples:
+        ```python
         shardload.cache("/mnt/nvme/shardload", size="200GiB")
         model = shardload.load("s3://bucket/gemma-2-9b")
-
-    Several processes may share the folder. Without a call, the environment variables ``SHARDLOAD_CACHE`` and
-    ``SHARDLOAD_CACHE_SIZE`` decide.
+        ```
 
     Args:
         directory: A folder that only you can write to; it is created if it does not exist. ``None``: no cache, even if
             the environment names one.
-        size: Most bytes in the folder, as an int or text such as ``"200GiB"``. If it is full, the objects that were not
-            used for longest are removed.
+        size: Most bytes in the folder, as an int or text such as ``"200GiB"``; 100 GiB by default. If it is full, the
+            objects that were not used for longest are removed.
 
     Raises:
         UsageError: When the folder is a file, belongs to another user or can be written to by others, or the size is

@@ -77,10 +77,16 @@ def generate(
     ``model.generate`` needs a KerasHub preprocessor, which not every checkpoint has, and which may need TensorFlow.
     This function needs neither.
 
+    Examples:
+        ```python
+        model = shardload.load("gemma3_270m", mesh="1x8")
+        print(shardload.generate(model, "The capital of France is", max_new_tokens=8))
+        ```
+
     Args:
         model: A KerasHub ``CausalLM``, as `shardload.load` returns it; on any mesh.
         prompts: One prompt, or several that run as one batch.
-        max_new_tokens: Most tokens to add; an end-of-text or end-of-turn token ends a continuation sooner.
+        max_new_tokens: Most tokens to add, 32 by default; an end-of-text or end-of-turn token ends it sooner.
         tokenizer: A result of `shardload.tokenizer`, or a source with a tokenizer; by default, that of the source from
             which the model was loaded.
 

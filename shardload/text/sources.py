@@ -21,6 +21,13 @@ from shardload.typing import PathLike
 def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
     """Return the tokenizer of a checkpoint: that of a GGUF header, a Hugging Face folder or a KerasHub preset.
 
+    Examples:
+        ```python
+        tokenizer = shardload.tokenizer("gemma3_270m")
+        ids = tokenizer.encode("The capital of France is")
+        print(ids, tokenizer.decode(ids))
+        ```
+
     Args:
         source: As for `shardload.load`. Only headers and tokenizer files are read.
         format: As for `shardload.load`.

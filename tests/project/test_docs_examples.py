@@ -293,6 +293,12 @@ def test_migrate(here):
     assert found["callback"].save_weights_only
 
 
+def test_errors(here, capsys):
+    keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]).save_weights("model.weights.h5")
+    run("docs/reference/api/errors.md", {"model": build_model(), "shardload": shardload})
+    assert "model is unchanged" in capsys.readouterr().out
+
+
 def test_read_from_object_stores():
     assert callable(run("docs/how-to/read-from-object-stores.md")["read"])
     assert callable(run("docs/how-to/cache-remote-checkpoints.md")["start"])
