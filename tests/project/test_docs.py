@@ -128,8 +128,6 @@ def test_pages_are_in_the_section_of_their_folder():
 
 
 LONG_PAGES = {
-    "how-to/convert-checkpoints.md",
-    "how-to/search-layouts.md",
     "layouts-compared.md",
     "performance.md",
     "reference/checkpoints.md",

@@ -101,6 +101,12 @@ def test_search_layouts(here, capsys):
     assert "all-reduces over model" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_fit_training_into_memory(here, capsys):
+    run("docs/how-to/fit-training-into-memory.md")
+    assert "The least found is" in capsys.readouterr().out
+
+
 def test_collectives(here):
     names = run("docs/how-to/collectives.md")
     assert names["parts"].sharding.spec == names["x"].sharding.spec
@@ -328,6 +334,12 @@ def test_save_to_object_stores(here, monkeypatch):
 def test_convert(gemma, here):
     shutil.copytree(gemma["safetensors"], here / "gemma2-hf")
     assert run("docs/how-to/convert-checkpoints.md")["report"].tensors > 0
+
+
+def test_save_a_trained_model(gemma, here):
+    shutil.copytree(gemma["safetensors"], here / "gemma2-hf")
+    run("docs/how-to/save-a-trained-model.md")
+    assert (here / "tuned-hf" / "config.json").exists() and (here / "tuned-preset").is_dir()
 
 
 def test_layout_rules(gemma, here, capsys):
