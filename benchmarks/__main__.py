@@ -1,4 +1,4 @@
-"""Every benchmark behind docs/performance.md, one after the other: ``python -m benchmarks`` (``make bench``).
+"""Every benchmark behind docs/performance*, one after the other: ``python -m benchmarks`` (``make bench``).
 
 Takes over an hour; nothing else should run on the machine meanwhile. ``--out`` writes one JSON object with the facts
 of the machine and all measurements. ``--long`` adds agreement with the unsharded model and the conversion of 18.5 GB,

@@ -330,17 +330,95 @@ def gpu_saving(found: Found) -> Chart:
     )
 
 
+def cache(found: Found) -> Chart:
+    """Rates of loads from a store with and without a cache, and from a local file."""
+    names = (
+        ("without", "without a cache", "peer"),
+        ("first", "first start", "ours"),
+        ("second", "second start", "ours"),
+        ("local", "local file", "limit"),
+    )
+    groups = []
+    for one in found["stores"]:
+        if one["arguments"]["what"] == "cache":
+            title = "Cold disk" if one["arguments"]["cold"] else "In the page cache"
+            groups.append(Group(title, [rate(name, one["results"][key]["gb_s"], kind) for key, name, kind in names]))
+    return Chart(
+        "With a cache of what was read from a store",
+        "0.5 GB from a store of 300 MB/s, 20 ms late; server and client share two cores; higher is better",
+        groups,
+    )
+
+
+def following(found: Found) -> Chart:
+    """Seconds from the beginning of a save until a replica has swapped the step in."""
+    rows = found["following"]["rows"]
+    groups = []
+    for mesh in ("1x8", "2x4"):
+        bars = [
+            Bar(one["way"], [one["s"]], f"{one['s']:.2f} s ({one['low']:.2f} to {one['high']:.2f})")
+            for one in rows
+            if one["mesh"] == mesh
+        ]
+        groups.append(Group(f"A replica on {mesh}", bars))
+    return Chart(
+        "Follow a trainer: age of a step when it is swapped in",
+        "100 MB of weights, all on two busy cores; lower is better",
+        groups,
+    )
+
+
+def training(found: Found) -> Chart:
+    """CPU-seconds of training under shardload's layouts, over those of other layouts."""
+    rows = found["parallel_training"]["rows"]
+    groups = []
+    for model, hand in (("blocks", "Megatron's map by hand"), ("Gemma", "KerasHub's map")):
+        for against, words in (("map by hand", hand), ("data parallelism", "data parallelism")):
+            bars = [
+                Bar(
+                    one["layout"], [one["cpu_ratio"]], f"{one['cpu_ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+                )
+                for one in rows
+                if (one["model"], one["against"]) == (model, against)
+            ]
+            groups.append(Group(f"{model}, against {words}", bars))
+    return Chart(
+        "Training: CPU time of a layout over that of another",
+        "Keras' fit with Adam, eight simulated devices, 2x4, two cores; lower is better",
+        groups,
+        mark=(1.0, "as long as the other"),
+    )
+
+
+def planning(found: Found) -> Chart:
+    """Seconds to plan, and the target of each."""
+    groups = [
+        Group(
+            one["name"],
+            [
+                Bar("took", [one["wall_s"]], f"{one['wall_s']:.1f} s"),
+                Bar("target", [one["target_s"]], f"{one['target_s']} s", "limit"),
+            ],
+        )
+        for one in found["planning"]["rows"]
+    ]
+    return Chart("Plan layouts", "From headers, two cores, a slow hour; lower is better", groups)
+
+
 CHARTS: dict[str, tuple[str, Callable[[Found], Chart]]] = {
     "addresses": (REMOTE, addresses),
     "blocking": (LOCAL, blocking),
+    "cache": (REMOTE, cache),
     "cluster": (REMOTE, cluster),
     "floor": (PRINTED, floor),
+    "following": (PRINTED, following),
     "gpu-loading": (PRINTED, gpu_loading),
     "gpu-ready": (GPU_LATER, gpu_ready),
     "gpu-saving": (GPU_LATER, gpu_saving),
     "gpu-token": (GPU, gpu_token),
     "loaders": (LOCAL, loaders),
     "models": (PRINTED, models),
+    "planning": (PRINTED, planning),
     "prompt": (LOCAL, prompt),
     "quantised-folders": (PRINTED, quantised_folders),
     "quantised-loading": (PRINTED, quantised_loading),
@@ -349,6 +427,7 @@ CHARTS: dict[str, tuple[str, Callable[[Found], Chart]]] = {
     "saving": (LOCAL, saving),
     "served": (PRINTED, served),
     "small-tensors": (PRINTED, small_tensors),
+    "training": (PRINTED, training),
 }
 """Name of a chart → the file with its numbers, and the function that reads them."""
 

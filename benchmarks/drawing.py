@@ -35,7 +35,7 @@ text { fill: #1c2330; }
 .peer { fill: #7d8793; }
 .limit { fill: #ffffff; stroke: #7d8793; stroke-dasharray: 3 2; }
 .later { fill: #b9d4f2; stroke: #1f5fae; }
-.mark { stroke: #b03030; stroke-dasharray: 4 3; }
+.mark { stroke: #b03030; stroke-width: 1.5; }
 .marked { fill: #b03030; font-size: 11px; }
 @media (prefers-color-scheme: dark) {
   .background { fill: #1e2129; }
@@ -143,12 +143,13 @@ def drawn(chart: Chart) -> str:
             parts.append(text(MARGIN, y + 12, line, "group"))
             y += LINE
         y += 2
+        rows = [row(bar, left, y + ROW * place, scale) for place, bar in enumerate(group.bars)]
+        parts += [part for drawing, _ in rows for part in drawing]
         if chart.mark:
-            x, below = left + chart.mark[0] * scale, y + ROW * len(group.bars)
-            parts.append(f'<line class="mark" x1="{x:.1f}" y1="{y - 2:g}" x2="{x:.1f}" y2="{below - 5:g}"/>')
-        for bar in group.bars:
-            parts += row(bar, left, y, scale)
-            y += ROW
+            x, below = left + chart.mark[0] * scale, y + ROW * len(rows)
+            parts.append(f'<line class="mark" x1="{x:.1f}" y1="{y - 3:g}" x2="{x:.1f}" y2="{below - 4:g}"/>')
+        parts += [part for _, numbers in rows for part in numbers]
+        y += ROW * len(rows)
     return document(y + 6, chart.title, chart.description, parts)
 
 
@@ -170,12 +171,12 @@ def heading(chart: Chart) -> tuple[list[str], float]:
             x += 35 + LETTER * len(name)
     if chart.mark:
         y += LINE + 1
-        parts.append(text(MARGIN, y, f"- - -  {chart.mark[1]}", "marked"))
+        parts.append(text(MARGIN, y, f"|  {chart.mark[1]}", "marked"))
     return parts, y + 4
 
 
-def row(bar: Bar, left: float, y: float, scale: float) -> list[str]:
-    """Return a bar at a height, with its label and its number."""
+def row(bar: Bar, left: float, y: float, scale: float) -> tuple[list[str], list[str]]:
+    """Return a bar at a height with its label, and its number, which is drawn above a mark."""
     parts, x = [text(MARGIN, y + BAR - 3, bar.label)], left
     for length, kind in zip(bar.parts, (bar.kind, "later"), strict=False):
         parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y:g}" width="{length * scale:.1f}" height="{BAR}"/>')
@@ -183,4 +184,4 @@ def row(bar: Bar, left: float, y: float, scale: float) -> list[str]:
     behind = (
         f'<rect class="background" x="{x + 3:.1f}" y="{y:g}" width="{LETTER * len(bar.text) + 3:.1f}" height="{BAR}"/>'
     )
-    return [*parts, behind, text(x + 6, y + BAR - 3, bar.text)]
+    return parts, [behind, text(x + 6, y + BAR - 3, bar.text)]

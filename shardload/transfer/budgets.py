@@ -18,7 +18,7 @@ MIN_BLOCK_BYTES = 4 << 10
 blocks is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
 """Default host-memory budget in bytes, for reading, decoding and uploading: enough to keep every thread busy with
-several blocks. A larger budget does not make loading faster (docs/performance.md)."""
+several blocks. A larger budget makes loading faster onto a GPU (docs/performance/gpu.md), and not onto CPU devices."""
 SCRATCH_BYTES = 64 << 20
 """Most bytes of scratch (each thread's own buffer) for all threads together: 8 MiB for each of eight threads. If a
 thread needs more, fewer threads run."""

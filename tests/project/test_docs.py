@@ -129,7 +129,6 @@ def test_pages_are_in_the_section_of_their_folder():
 
 LONG_PAGES = {
     "layouts-compared.md",
-    "performance.md",
     "reference/checkpoints.md",
     "reference/cli.md",
     "reference/formats.md",
