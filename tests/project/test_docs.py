@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from package_edges import EDGES
+from page_blocks import anchors_of
 
 import shardload
 
@@ -19,6 +20,14 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_sections_lead_to_their_headings(page):
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    inside = [(page.parent / path if path else page, anchor) for path, anchor in links if "://" not in path]
+    wrong = [f"{path.name}#{anchor}" for path, anchor in inside if anchor not in anchors_of(path)]
+    assert wrong == []
 
 
 def test_links_to_the_repository_lead_somewhere():

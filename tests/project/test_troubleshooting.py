@@ -21,8 +21,8 @@ import jax
 import keras
 import numpy as np
 import pytest
-from markdown.extensions.toc import slugify
 from orbax.checkpoint import v1
+from page_blocks import slug
 from process_runs import free_port
 from quoted_messages import classes_near, is_said, pattern, texts_in
 from safetensors.numpy import load_file
@@ -241,17 +241,12 @@ def test_every_message_of_others_is_looked_up_produced_or_cited():
 # ---- the index -----------------------------------------------------------------------------------
 
 
-def anchor(heading):
-    """The anchor that the site gives a heading."""
-    return slugify(heading.replace("`", ""), "-")
-
-
 def index():
     lines = []
     for page in PAGES:
         title = page.read_text().partition("\n")[0].removeprefix("# ")
         lines.append(f"### {title}\n\n")
-        lines += [f"* [{heading}]({name}#{anchor(heading)})\n" for name, heading in sections() if name == page.name]
+        lines += [f"* [{heading}]({name}#{slug(heading)})\n" for name, heading in sections() if name == page.name]
         lines.append("\n")
     return "".join(lines)
 

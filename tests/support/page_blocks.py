@@ -1,7 +1,8 @@
-"""Fenced blocks of README and docs, and the commands in them."""
+"""Fenced blocks of README and docs, the commands in them, and the anchors of headings."""
 
 import re
 import textwrap
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,19 @@ def blocks():
     for path in PAGES:
         for _, language, text in FENCE.findall(path.read_text()):
             yield str(path.relative_to(ROOT)), language, textwrap.dedent(text)
+
+
+def slug(title):
+    """The anchor of a heading, as Python-Markdown makes it, which is installed with the site's generator only."""
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def anchors_of(page):
+    """The anchors of a page: of its headings, and those that it names itself."""
+    text = FENCE.sub("", page.read_text())
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {*map(slug, titles), *re.findall(r'<a id="([^"]+)"', text)}
 
 
 def shown_commands():
