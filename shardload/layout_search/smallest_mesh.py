@@ -48,13 +48,13 @@ def search_smallest_mesh(
         max_devices: The largest number of devices to try.
 
     Keyword Args:
-        inputs: First argument of the model's ``call``, as in `search`; with ``batch`` rows (8) by default.
-        arguments: Further arguments of ``call``, by name.
-        batch: Rows of the default inputs, over all devices.
-        sequence: Length of open dims of the default inputs (512).
-        optimizer: Plan a training step with this optimizer; by default, plan inference.
-        hardware: Rates of devices and links.
-        kv_cache: Rows and tokens of a KV cache to count, as in `search`.
+        inputs (Any): First argument of the model's ``call``, as in `search`; with ``batch`` rows (8) by default.
+        arguments (Mapping[str, Any] | None): Further arguments of ``call``, by name.
+        batch (int | None): Rows of the default inputs, over all devices.
+        sequence (int | None): Length of open dims of the default inputs (512).
+        optimizer (Any): Plan a training step with this optimizer; by default, plan inference.
+        hardware (Hardware | None): Rates of devices and links.
+        kv_cache (tuple[int, int] | str | None): Rows and tokens of a KV cache to count, as in `search`.
 
     Returns:
         The plan on that mesh, or ``None`` if no mesh has enough memory.
