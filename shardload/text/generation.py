@@ -21,7 +21,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import UnsupportedError, UsageError, suggests_arguments
+from shardload.errors import UnsupportedError, UsageError, reason_text, suggests_arguments
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.compiled_steps import LoweredStep, lower_generation
 from shardload.keras_bridge.hub_imports import backbone_of
@@ -193,6 +193,17 @@ def _require_causal_lm(model: Any) -> None:
         )
 
 
+def _needs_more_than_text(model: Any, error: Exception) -> UnsupportedError:
+    """Build the error for a loop that looks for other inputs than tokens and their mask, or for another model."""
+    why = (
+        f"{type(model).__name__} also needs the input {error}, expected a model that continues text alone. Call "
+        "model.generate with all of its inputs"
+        if isinstance(error, KeyError)
+        else reason_text(error)
+    )
+    return UnsupportedError(f"Cannot generate text with {model.name!r}: {why}")
+
+
 def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
     """Return token ids and mask, (rows, length), with room for new tokens; rows beyond the prompts repeat the last."""
     # Backbones with learned positions, such as GPT-2's, have a fixed number of them.
@@ -261,5 +272,7 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
         # Bypass Keras' attribute tracking: the cache is not part of the model.
         vars(model)[_CACHE] = _Compiled(binding_of(model), model.sampler, function)
         yield function
+    except (KeyError, NotImplementedError) as error:
+        raise _needs_more_than_text(model, error) from error
     finally:
         model.sampler, model.generate_function = before

@@ -27,6 +27,7 @@ from shardload.loaders.gguf.loader import TokenizerMetadata
 from shardload.manifest import Manifest
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
+from shardload.synth import synth
 from shardload.text import gguf_tokenizer, sources, tokenizer
 from shardload.text.generation import generate_ids
 from shardload.text.gguf_tokenizer import tokenizer_files
@@ -298,6 +299,20 @@ def test_a_backbone_does_not_generate():
         bert = models.build("bert")
     with pytest.raises(UnsupportedError, match="is a BertBackbone, expected a CausalLM"):
         shardload.generate(bert, "x")
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ("t5gemma_s_s", r"T5GemmaSeq2SeqLM also needs the input 'encoder_token_ids', .* Call model\.generate with all"),
+        ("gemma4_2b_assistant", "is an MTP draft model that requires a target model"),
+    ],
+)
+def test_a_model_that_needs_more_than_text_says_so(size, words, tmp_path):
+    loaded = shardload.load(synth(size, format="safetensors", scale=0.02, directory=tmp_path), mesh="1x1")
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=f"Cannot generate text with .*{words}"):
+            shardload.generate(loaded, "ab", max_new_tokens=2)
 
 
 def test_a_model_from_elsewhere_needs_a_tokenizer(gemma3):
