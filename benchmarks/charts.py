@@ -1,4 +1,4 @@
-"""Draw the charts of docs/performance.md and docs/performance/ from the JSON files of measurements in docs/.
+"""Draw the charts of docs/ from its JSON files of measurements.
 
     python -m benchmarks.charts [--folder docs]          (make charts)
 
@@ -405,6 +405,21 @@ def planning(found: Found) -> Chart:
     return Chart("Plan layouts", "From headers, two cores, a slow hour; lower is better", groups)
 
 
+def layouts(found: Found) -> Chart:
+    """MiB that are exchanged under a map by hand, and under the searched layout."""
+    groups = []
+    for one in found["layouts"]["rows"]:
+        bars = [Bar("search", [one["search_mib"]], f"{one['search_mib']:,} MiB")]
+        if "hand_mib" in one:
+            bars.append(Bar("map by hand", [one["hand_mib"]], f"{one['hand_mib']:,} MiB", "peer"))
+        groups.append(Group(one["model"] + (": the map raises" if len(bars) == 1 else ""), bars))
+    return Chart(
+        "Exchanged per device and step, searched and by hand",
+        "Two layers, forward and backward, as compiled for 2x4; lower is better",
+        groups,
+    )
+
+
 CHARTS: dict[str, tuple[str, Callable[[Found], Chart]]] = {
     "addresses": (REMOTE, addresses),
     "blocking": (LOCAL, blocking),
@@ -416,6 +431,7 @@ CHARTS: dict[str, tuple[str, Callable[[Found], Chart]]] = {
     "gpu-ready": (GPU_LATER, gpu_ready),
     "gpu-saving": (GPU_LATER, gpu_saving),
     "gpu-token": (GPU, gpu_token),
+    "layouts": (PRINTED, layouts),
     "loaders": (LOCAL, loaders),
     "models": (PRINTED, models),
     "planning": (PRINTED, planning),

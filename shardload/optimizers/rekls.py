@@ -78,7 +78,7 @@ class REKLS(JointOptimizer):
             its own eigenbases. Elements off the diagonal are rounding noise, which Adam would scale to full steps.
         init_factor: Eigenvalues before the first step. ``"rms"`` is the root mean square of each matrix's first
             nonzero gradient. With 0, as in the original, the first gradient is divided by ``epsilon`` and dominates the
-            eigenvectors for 100 steps and more, see ``docs/rekls.md``.
+            eigenvectors for 100 steps and more, see ``docs/explanation/rekls-defaults.md``.
         relative_epsilon: Smallest eigenvalue that a gradient is divided by, as a share of the mean eigenvalue of the
             factor. The original has 0.
         limit_updates: Clip the elements of Adam's update, in coordinates of the eigenbases and before the learning
@@ -88,7 +88,8 @@ class REKLS(JointOptimizer):
         rank_tolerance: W moves only along eigenvectors whose eigenvalue is at least this share of the largest one, of
             both factors. Along the others, gradients are rounding noise, which Adam would scale to full steps. With
             ``factor_dtype="bfloat16"``, at least 2⁻⁸ is used, its precision. With 0, as in the original, W moves in all
-            directions, even a row that never has a gradient. See ``docs/rekls.md`` for what it costs.
+            directions, even a row that never has a gradient. ``docs/explanation/rekls-weights-without-a-gradient.md``
+            says what it costs.
         adamw_for: Variables that get AdamW regardless of shape: regular expressions for their paths, or a function that
             returns True for such a variable.
         adamw_ratio: Multiplies the learning rate of variables with AdamW.

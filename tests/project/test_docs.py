@@ -137,14 +137,12 @@ def test_pages_are_in_the_section_of_their_folder():
 
 
 LONG_PAGES = {
-    "layouts-compared.md",
     "reference/checkpoints.md",
     "reference/cli.md",
     "reference/formats.md",
     "reference/huggingface-folders.md",
     "reference/names.md",
     "reference/several-processes.md",
-    "rekls.md",
 }
 """Pages that are still to be split: remove each one as it is done."""
 
