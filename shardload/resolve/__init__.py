@@ -157,14 +157,14 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 def _spelling(name: str) -> str:
     """Return a name as it should be spelled, if a user has mistyped upper and lower case, or ``-`` for ``_``.
 
-    A name in the checkpoint root gets the case that it has there; all others are lower case. Only in names of
-    architectures and aliases (``gemma2-9b``), each ``-`` becomes ``_``.
+    Names in the checkpoint root and of architectures (``esm2_t6_8M``) get the case that they have there; all others are
+    lower case. Only in names of architectures and aliases (``gemma2-9b``), each ``-`` becomes ``_``.
     """
     if _in_root(name):
         return name
     lower = name.lower()
-    joined = lower.replace("-", "_")
-    known = joined if joined in {*architectures(), *aliases()} else lower
+    published = {own.lower(): own for own in (*architectures(), *aliases())}
+    known = published.get(lower.replace("-", "_"), lower)
     return {own.lower(): own for own in _root_names()}.get(lower, known)
 
 

@@ -19,6 +19,7 @@ from shardload.console.completion import SourceKind, known
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.hub import kerashub
 from shardload.resolve import PIP_PACKAGE, candidates, hubs, resolve, root
+from shardload.resolve.architectures import architectures
 from shardload.runs.listing import list_steps
 from shardload.verifying import verify
 
@@ -116,6 +117,12 @@ def test_names_match_without_regard_to_case(home):
     assert (resolve("mymodel").path, resolve("MyModel").path) == (str(home / "mymodel"), str(home / "MyModel"))
     with pytest.raises(SourceNotFoundError, match=r"Cannot find 'Nothing'\. Tried a path"):
         resolve("Nothing")
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_every_published_size_is_found_by_its_name(home, name):
+    for asked in (name, name.upper()):
+        assert resolve(asked, weights=False).architecture == name
 
 
 def test_root_follows_the_environment(monkeypatch, tmp_path):
