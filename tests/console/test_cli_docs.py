@@ -9,14 +9,15 @@ from report_facts import load_report, plan_report
 from shardload.console.app import command
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
-CLI = (REFERENCE / "cli.md").read_text()
+CLI = "".join(page.read_text() for page in (REFERENCE / "cli.md", *sorted((REFERENCE / "cli").glob("*.md"))))
+OVERVIEW = CLI.partition("\n## ")[0]
 SECTIONS = {part.split("\n")[0]: part for part in CLI.split("\n## ")}
 COMMANDS = command().commands
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_section_and_its_place_in_the_list(name):
-    assert f"shardload {name}" in SECTIONS and re.search(rf"^shardload {name} ", CLI, re.MULTILINE)
+    assert f"shardload {name}" in SECTIONS and re.search(rf"^\| \[`shardload {name}\b", OVERVIEW, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

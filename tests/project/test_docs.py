@@ -138,7 +138,6 @@ def test_pages_are_in_the_section_of_their_folder():
 
 LONG_PAGES = {
     "reference/checkpoints.md",
-    "reference/cli.md",
     "reference/formats.md",
     "reference/huggingface-folders.md",
     "reference/names.md",

@@ -203,7 +203,7 @@ def blocks(language, text):
 
 
 def test_servers_are_started_with_options_that_exist():
-    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    reference = (ROOT / "docs" / "reference" / "cli" / "serve.md").read_text()
     table = reference.partition("## shardload serve")[2].partition("\n## ")[0]
     text = "".join(map(page, SERVERS)).replace("\\\n", " ")
     (pod,) = kubernetes("serve-on-kubernetes")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
