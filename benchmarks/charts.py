@@ -420,11 +420,100 @@ def layouts(found: Found) -> Chart:
     )
 
 
+def stacked_layers(found: Found) -> Chart:
+    """Rates of loads into stacked arrays."""
+    stack, reading = found["stacked_layers"]["rows"]
+    groups = [
+        Group(
+            f"{stack['times_faster']} times faster",
+            [rate("shardload", stack["ours_gb_s"]), rate("np.stack", stack["peer_gb_s"], "peer")],
+        ),
+        Group(
+            f"{reading['times_faster']} of the limit",
+            [rate("shardload", reading["ours_gb_s"]), rate("reading alone", reading["peer_gb_s"], "limit")],
+        ),
+    ]
+    return Chart(
+        "Load layers into stacked arrays", "0.98 GB onto eight CPU devices, two busy cores; higher is better", groups
+    )
+
+
+def cold_disk(found: Found) -> Chart:
+    """Rates of loads from a cold disk, through the page cache and past it."""
+    bars = [rate(one["name"], one["gb_s"]) for one in found["cold_disk"]["rows"]]
+    conditions = "Onto eight CPU devices, two busy cores; higher is better"
+    return Chart("Load 1 GB from a cold disk", conditions, [Group("", bars)])
+
+
+def parts_of_rows(found: Found) -> Chart:
+    """Milliseconds to read parts of rows from a cold disk, with their gaps and without."""
+    groups = [
+        Group(
+            one["name"],
+            [
+                Bar(f"{way} them", [one[f"{way}_ms"]], f"{one[f'{way}_ms']} ms", kind)  # type: ignore[arg-type]
+                for way, kind in (("reading", "ours"), ("skipping", "peer"))
+            ],
+        )
+        for one in found["strided_reads"]["rows"]
+    ]
+    return Chart("Read parts of rows from a cold disk", "128 MiB, one thread; lower is better", groups)
+
+
+def converting(found: Found) -> Chart:
+    """Seconds to convert a checkpoint from one format to the next."""
+    bars = [
+        Bar(one["name"], [one["s"]], f"{one['s']} s, {one['peak_gib']} GiB of memory")
+        for one in found["convert"]["rows"]
+    ]
+    return Chart("Convert 18.5 GB", "Gemma 2 9B's architecture, two cores; lower is better", [Group("", bars)])
+
+
+def saving_memory(found: Found) -> Chart:
+    """Memory of training by plans that save it, over that of the plan that does not."""
+    rows = found["saving_memory"]["rows"]
+    groups = [
+        Group(
+            model,
+            [
+                Bar(one["plan"], [one["memory_ratio"]], f"{one['memory_ratio']:.2f}, CPU {one['cpu_ratio']:.2f}")
+                for one in rows
+                if one["model"] == model
+            ],
+        )
+        for model in dict.fromkeys(one["model"] for one in rows)
+    ]
+    return Chart(
+        "Memory of plans: recomputed, sequences",
+        "Over a plan that recomputes nothing and keeps sequences whole, eight simulated devices; lower is better",
+        groups,
+        mark=(1.0, "nothing saved"),
+    )
+
+
+def rekls_time(found: Found) -> Chart:
+    """Times of training steps with REKLS over those with AdamW."""
+    bars = []
+    for one in found["rekls_steps"]:
+        if one["peer"] == "AdamW":
+            every = one["name"].rpartition(" ")[2]
+            label = "every step" if every == "1" else f"every {every} steps"
+            bars.append(Bar(label, [one["ratio_median"]], f"{one['ratio_median']:.1f} times as long"))
+    return Chart(
+        "Training with REKLS over AdamW, by decompositions",
+        "A Gemma of two layers, width 192, one device, two idle cores; lower is better",
+        [Group("", bars)],
+        mark=(1.0, "AdamW"),
+    )
+
+
 CHARTS: dict[str, tuple[str, Callable[[Found], Chart]]] = {
     "addresses": (REMOTE, addresses),
     "blocking": (LOCAL, blocking),
     "cache": (REMOTE, cache),
     "cluster": (REMOTE, cluster),
+    "cold-disk": (PRINTED, cold_disk),
+    "converting": (PRINTED, converting),
     "floor": (PRINTED, floor),
     "following": (PRINTED, following),
     "gpu-loading": (PRINTED, gpu_loading),
@@ -434,15 +523,19 @@ CHARTS: dict[str, tuple[str, Callable[[Found], Chart]]] = {
     "layouts": (PRINTED, layouts),
     "loaders": (LOCAL, loaders),
     "models": (PRINTED, models),
+    "parts-of-rows": (PRINTED, parts_of_rows),
     "planning": (PRINTED, planning),
     "prompt": (LOCAL, prompt),
     "quantised-folders": (PRINTED, quantised_folders),
     "quantised-loading": (PRINTED, quantised_loading),
     "ready": (REMOTE, ready),
+    "rekls-time": (LOCAL, rekls_time),
     "restoring": (LOCAL, restoring),
     "saving": (LOCAL, saving),
+    "saving-memory": (PRINTED, saving_memory),
     "served": (PRINTED, served),
     "small-tensors": (PRINTED, small_tensors),
+    "stacked-layers": (PRINTED, stacked_layers),
     "training": (PRINTED, training),
 }
 """Name of a chart → the file with its numbers, and the function that reads them."""
