@@ -76,7 +76,7 @@ def load(
     Examples:
     $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
-    $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
+    $ shardload load ./gemma-2-2b --mesh 2x4 --dtype bfloat16 --json
 
     $ shardload load gemma3_270m --mesh 1x8 --quantize int8 --prompt "The capital of France is"
 

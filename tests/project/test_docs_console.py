@@ -1,14 +1,25 @@
-"""The commands of README and docs: the command line of shardload accepts each.
+"""The commands of README and docs: the command line of shardload accepts each, and each is run, or says why not.
 
 Blocks are found by their commands, so that they may move from page to page.
 """
 
+import contextlib
+import io
 import re
 import shlex
+import sys
+from pathlib import Path
 
+import cli_fakes
+import page_world
 import pytest
-from page_blocks import ROOT, shown_commands
+import warm_start
+from bucket_server import bucket
+from page_blocks import FENCE, ROOT, shown_commands
+from page_outputs import NUMBERS, UNSTABLE, difference, is_as_shown
+from serving import served
 
+from shardload.cli import main
 from shardload.console.app import command
 
 SHOWN = shown_commands()
@@ -59,3 +70,182 @@ def test_a_wrong_command_line_is_refused(words):
 def test_files_of_the_repository_that_commands_name_exist():
     named = {word for one in SHOWN for word in re.findall(r"(?<!\S)(?:tests|examples|benchmarks)/\S+", one.line)}
     assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+# ---- what is run ---------------------------------------------------------------------------------
+
+NOT_RUN = {
+    r"^make ": "makes an environment first; test_docs.py compares the targets with those of the Makefile",
+    r"\bpip install": "installs packages",
+    r"^python3? -m venv": "makes an environment",
+    r"^(\.\./)?\.venv/|^cd tests$": "runs tests, or a tool of the tests",
+    r"^kubectl ": "needs a cluster",
+    r"^gcloud ": "needs an account in a cloud",
+    r"^(install|systemctl) ": "needs a machine that may be changed",
+    r"^(until )?curl ": "needs a server; tests/serving asks one the same",
+    r"^(cat|chmod|export) ": "prepares the shell",
+    r"^python -c .*> tokens": "prepares a file",
+    r"^shardload serve ": "runs until it is stopped; tests/serving starts it with each of these options",
+    r"https://(host1|models\.example):": "needs a server with a certificate; tests/serving has one",
+    r"--coordinator-address|--distributed": "needs several machines; test_recipes.py starts several processes",
+    r"^kill -KILL %1": "ends what the shell started",
+    r"^python examples/": "test_examples.py runs each example",
+    r"^shardload synth gemma2_7b &&": "writes 18 GB",
+    r"^shardload load gemma2_27b ": "needs 51 GB of memory",
+    r"^shardload convert checkpoints/400 .* --merge-lora ": "needs a step of LoRA; another page converts one",
+}
+"""What is not run here, by a pattern of its line, and why."""
+
+
+def reasons(line):
+    return [pattern for pattern in NOT_RUN if re.search(pattern, line)]
+
+
+RUN = [one for one in SHOWN if not one.is_script and not reasons(one.line)]
+COMPARED = {
+    "shardload load gemma3_270m": "test_the_real_model",
+    "python train.py 1x8 run &": "test_the_tutorial_on_training",
+    "shardload convert run/4 tuned --to safetensors": "test_the_page_on_lora",
+}
+"""Where the output of pages is compared: how one command of the page begins, and the test."""
+
+
+def page_of(start):
+    """The commands of the first page that shows output, and has a command that begins so."""
+    page = next(one.page for one in SHOWN if one.line.startswith(start) and (one.output or start.endswith("&")))
+    return [one for one in SHOWN if one.page == page]
+
+
+def test_all_output_is_compared():
+    pages = {page_of(start)[0].page for start in COMPARED}
+    assert set(COMPARED.values()) <= globals().keys()
+    assert [one for one in RUN if one.output and one.page not in pages] == []
+
+
+def test_no_reason_is_stale():
+    used = {pattern for one in SHOWN for pattern in reasons(one.line)}
+    assert NOT_RUN.keys() - used == set()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return page_world.make(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def server(world):
+    with served("--root", world) as found:
+        yield found.address
+
+
+@pytest.fixture
+def here(world, tmp_path, monkeypatch):
+    """A folder with these checkpoints, which is the root of checkpoints, and which a bucket has as well."""
+    for path in world.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path))
+    monkeypatch.setenv("SHARDLOAD_CACHE", str(tmp_path / "cache"))
+    with bucket(world, monkeypatch) as objects:
+        yield {"https://host/models": objects.http, "/mnt/nvme": str(tmp_path), "synth gemma2_9b": SMALL}
+
+
+SMALL = "synth gemma2_9b --scale 0.02"
+SERVERS = ("http://host:8600", "http://127.0.0.1:8600")
+
+
+def on_terminal(words):
+    """The exit code of a command, and what it writes to a terminal."""
+    terminal = io.StringIO()
+    with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
+        code = main(words)
+    return code, terminal.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("page", sorted({one.page for one in RUN if not one.output}))
+def test_the_commands_of_a_page_run(page, here, request):
+    rules = [text for _, _, text in FENCE.findall((ROOT / page).read_text()) if "[[rule]]" in text]
+    Path("rules.toml").write_text(rules[0] if rules else "")
+    for one in [one for one in RUN if one.page == page and not one.output]:
+        if any(address in one.line for address in SERVERS):
+            here |= dict.fromkeys(SERVERS, request.getfixturevalue("server"))
+        line = one.line
+        for name, stand_in in here.items():
+            line = line.replace(name, stand_in)
+        for words in calls(line):
+            code, printed = on_terminal(words)
+            assert code == 0, "\n".join([line, *printed])
+
+
+# ---- what pages show -----------------------------------------------------------------------------
+
+
+def assert_shown(one, printed, *, unstable=UNSTABLE):
+    found = is_as_shown(one.output, printed, unstable=unstable)
+    assert found, f"{one.page}: {one.line}\n{difference(one.output, printed, unstable=unstable)}"
+
+
+def python_of(shown):
+    """The first block of Python on the page of these commands."""
+    blocks = FENCE.findall((ROOT / shown[0].page).read_text())
+    return next(text for _, language, text in blocks if language == "python")
+
+
+@pytest.mark.slow
+def test_the_real_model():
+    [one] = [one for one in page_of("shardload load gemma3_270m") if one.output]
+    [words] = calls(one.line)
+    done = cli_fakes.run((sys.executable, "-m", "shardload", *words), XLA_FLAGS="", JAX_PLATFORMS="cpu")
+    assert_shown(one, [*done.stderr.splitlines(), *done.stdout.splitlines()])
+
+
+KILLED = """
+class Killed(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0 and self.model.optimizer.iterations == 80 and mesh == "1x8" and directory == "run":
+            checkpoint.wait_until_finished()
+            sys.stdout.flush()
+            os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_training(tmp_path, monkeypatch):
+    """With a tenth of the batches, so that numbers are others, and killed when the page kills it."""
+    shown = page_of("python train.py 1x8 run &")
+    program = python_of(shown)
+    for old, new in {
+        "save_freq=50": "save_freq=5",
+        "steps_per_epoch=100": "steps_per_epoch=10",
+        "\ncheckpoint =": f"{KILLED}\ncheckpoint =",
+        "callbacks=[checkpoint]": "callbacks=[checkpoint, Killed()]",
+    }.items():
+        assert old in program
+        program = program.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    sums = []
+    for one in shown:
+        match shlex.split(one.line.replace("/2000", "/200")):
+            case ["python", "train.py", *words]:
+                done = warm_start.run(["-c", program, *words[:2]])
+                assert done.returncode == (-9 if words[-1] == "&" else 0), done.stderr
+                printed = done.stdout.splitlines()
+                sums += [line for line in printed if line.startswith("sum of the kernel")]
+            case ["shardload", *words]:
+                printed = on_terminal(words)[1]
+            case _:
+                continue
+        assert_shown(one, printed, unstable=NUMBERS)
+    assert len(sums) == 2
+
+
+@pytest.mark.slow
+def test_the_page_on_lora(here):
+    """With a small model, so that numbers are others."""
+    shown = page_of("shardload convert run/4 tuned --to safetensors")
+    Path("run").unlink()
+    exec(python_of(shown), {})  # our own page
+    for one in shown:
+        if one.output:
+            [words] = calls(one.line)
+            assert_shown(one, on_terminal(words)[1], unstable=NUMBERS)
