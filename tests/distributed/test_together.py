@@ -1,6 +1,6 @@
 """Loads and saves by several processes: all of them succeed alike, or all end soon, for the same reason.
 
-The whole table is in docs/reference/several-processes.md; `make test-together` makes it."""
+The whole table is in docs/performance/process-failures.md; `make test-together` makes it."""
 
 import itertools
 import random

@@ -141,7 +141,6 @@ LONG_PAGES = {
     "reference/formats.md",
     "reference/huggingface-folders.md",
     "reference/names.md",
-    "reference/several-processes.md",
 }
 """Pages that are still to be split: remove each one as it is done."""
 
