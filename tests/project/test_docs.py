@@ -174,3 +174,11 @@ def test_the_api_reference_names_what_is_there(name):
 @pytest.mark.parametrize("name", sorted({*shardload.__all__} - {*shardload.errors.__all__}))
 def test_every_public_name_is_in_the_api_reference(name):
     assert any(shown == f"shardload.{name}" or shown.startswith(f"shardload.{name}.") for shown in DOCUMENTED)
+
+
+def test_the_glossary_is_alphabetic_and_short():
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", (DOCS / "reference" / "glossary.md").read_text(), re.MULTILINE)
+    assert [word for word, _ in rows] == sorted((word for word, _ in rows), key=str.lower)
+    plain = [re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", meaning) for _, meaning in rows]
+    assert len(plain) > 40
+    assert [meaning for meaning in plain if len(re.findall(r"[a-z)*]\.(?= |$)", meaning)) > 3] == []
