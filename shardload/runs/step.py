@@ -37,7 +37,7 @@ _LARGEST = 1e300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The content of ``step.json``; docs/reference/checkpoints.md explains each field."""
+    """The content of ``step.json``; docs/reference/step-folder.md explains each field."""
 
     version: int = VERSION
     step: int | None = None

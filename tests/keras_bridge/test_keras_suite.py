@@ -1,7 +1,8 @@
 """Keras' own tests of saving, from the installed wheel, with ours put in where Keras loads and saves steps.
 
 The modules are copied, so that their classes are not taken for Keras' own, and run in one process with
-`keras_suite_plugin`. Every test passes but those listed here; docs/reference/checkpoints.md has the list for users.
+`keras_suite_plugin`. Every test passes but those listed here; docs/reference/orbax-checkpoint.md has the list for
+users.
 """
 
 import pytest

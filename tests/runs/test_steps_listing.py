@@ -134,7 +134,7 @@ def test_a_record_is_read_as_it_was_written():
 
 
 def test_every_field_of_a_record_is_documented():
-    text = (Path(__file__).parents[2] / "docs/reference/checkpoints.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/step-folder.md").read_text()
     table = text.partition("`shardload/step.json`:")[2].partition("\n\n")[2].partition("\n\n")[0]
     names = "".join(line.split("|")[1] for line in table.splitlines()[2:])
     assert set(re.findall(r"`(\w+)`", names)) == {*asdict(StepRecord())}
