@@ -181,3 +181,20 @@ def test_the_glossary_is_alphabetic_and_short():
     plain = [re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", meaning) for _, meaning in rows]
     assert len(plain) > 40
     assert [meaning for meaning in plain if len(re.findall(r"[a-z)*]\.(?= |$)", meaning)) > 3] == []
+
+
+def test_the_comparison_has_measured_numbers_and_commands_that_exist():
+    text = (DOCS / "explanation" / "compared.md").read_text()
+    measured = [
+        DOCS / "performance.md",
+        *(DOCS / "performance").glob("*.md"),
+        DOCS / "reference/huggingface-folders.md",
+    ]
+    known = "".join(page.read_text() for page in measured)
+    rows = [row.split("|")[2] for row in text.splitlines() if row.count("|") == 4 and "benchmarks." in row]
+    numbers = {number for row in rows for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*[a-z])", row)}
+    assert len(numbers) > 12
+    assert [number for number in sorted(numbers) if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", known)] == []
+    assert {
+        name for name in re.findall(r"-m benchmarks\.(\w+)", text) if not (ROOT / "benchmarks" / f"{name}.py").exists()
+    } == set()
