@@ -59,7 +59,7 @@ def test_the_page_lists_every_type():
         f"{PLAIN.get(kind.name, 'float32')} |"
         for kind in TYPES.values()
     ]
-    assert "\n".join(rows) + "\n" in (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
+    assert "\n".join(rows) + "\n" in (Path(__file__).parents[2] / "docs" / "reference" / "gguf.md").read_text()
 
 
 @pytest.mark.parametrize("kind", [*itertools.chain(*gguf_architectures().values())], ids=lambda kind: kind.name)

@@ -47,7 +47,7 @@ CASES = {
     ],
 }
 """By architecture; of each, folders that say nothing that a GGUF file cannot say."""
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "gguf.md"
 
 
 def test_every_architecture_is_crossed_and_in_the_documentation():

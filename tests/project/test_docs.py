@@ -137,7 +137,6 @@ def test_pages_are_in_the_section_of_their_folder():
 
 
 LONG_PAGES = {
-    "reference/formats.md",
     "reference/huggingface-folders.md",
     "reference/names.md",
 }
