@@ -19,6 +19,10 @@ from shardload.errors import MismatchError, MissingExtraError, UnsupportedError
 from shardload.loaders import open_manifest, spec_of
 from shardload.manifest import Decoded, EncodedRows, Manifest
 from shardload.progress import Progress, ProgressLike, as_progress
+from shardload.reports import printable
+from shardload.reports.aligned import aligned
+from shardload.reports.comparison_page import comparison_page
+from shardload.reports.markup import preformatted
 from shardload.resolve.opening import find_source
 from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
@@ -66,6 +70,43 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a dict for JSON."""
         return asdict(self)
+
+    def to_html(self) -> str:
+        """Return the comparison as a page of HTML that needs no other file and opens no connection.
+
+        It shows what differs as bars, and a tree of the tensors that do, to sort and search.
+        """
+        facts = [("First", self.first), ("Second", self.second), ("Result", self._counts)]
+        facts += [("Note", note) for note in self.notes]
+        title = f"Differences between {self.first} and {self.second}"
+        return comparison_page(title, self.differences, equal=self.equal, noun=self.matched_by, facts=facts).html()
+
+    @property
+    def _counts(self) -> str:
+        by_weight = " (weights of the model: the formats name their tensors differently)" * (
+            self.matched_by == "weight"
+        )
+        return f"{plural(self.equal, self.matched_by)} equal, {len(self.differences):,} not{by_weight}"
+
+    def table(self, *, width: int | None = None) -> str:
+        """Return the comparison as text: a line for each tensor that differs. ``width``: columns of the terminal."""
+        if not self.differences:
+            return f"{self._counts}\n"
+        head = ("name", "what", "first", "second", "elements", "largest")
+        rows = (_difference_row(difference) for difference in self.differences)
+        return f"{self._counts}\n\n" + aligned((head, *rows), width=width)
+
+    def __str__(self) -> str:
+        return "\n".join((self.table().rstrip(), *(f"note: {printable(note)}" for note in self.notes)))
+
+    def _repr_html_(self) -> str:
+        """Return the text as HTML, which a notebook shows instead of the comparison."""
+        return preformatted(str(self))
+
+
+def _difference_row(d: TensorDifference) -> tuple[str, ...]:
+    largest = "-" if d.largest is None else f"{d.largest:.4g}"
+    return (printable(d.name), d.what, d.first or "-", d.second or "-", f"{d.elements:,}", largest)
 
 
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str], *, progress: ProgressLike = None) -> Comparison:

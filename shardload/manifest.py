@@ -16,19 +16,23 @@ are Views, so a converter's transpose costs no copy of its own.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, UnsupportedError
 from shardload.stores.location import Location
-from shardload.units import plural
+from shardload.units import format_bytes, format_count, plural
+
+if TYPE_CHECKING:
+    from shardload.reports.checkpoint_page import TensorRow
 
 
 class RowReader(Protocol):
@@ -232,6 +236,30 @@ class Tensor:
                 raw = math.prod(chunk_shape) * self.dtype.itemsize
                 return sum(e.n_bytes + len(e.kept) if isinstance(e, Packed) else raw for e in extents.values())
 
+    @property
+    def files(self) -> tuple[Location, ...]:
+        """The files that store the tensor: several if it is in chunks, or decoded from several."""
+        match self.storage:
+            case Extent(path) | Packed(path):
+                return (path,)
+            case Decoded(reader):
+                return reader.paths
+            case Chunked() as grid:
+                return grid.paths
+
+    @property
+    def storage_text(self) -> str:
+        """How the files store the tensor, in words: ``offset 4096``."""
+        match self.storage:
+            case Extent(_, offset):
+                return f"offset {offset}"
+            case Decoded(UnreadableRows(stored_bytes=n, why=why, is_size_known=is_known)):
+                return f"{'' if is_known else 'at most '}{format_bytes(n)}, unreadable: {why}"
+            case Packed() | Decoded():
+                return f"decoded from {format_bytes(self.stored_bytes)}"
+            case Chunked(chunk_shape, extents):
+                return f"{plural(len(extents), 'chunk')} of {'x'.join(map(str, chunk_shape))}"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Manifest:
@@ -259,6 +287,59 @@ class Manifest:
             f"<Manifest {self.source} ({self.format}): {plural(len(self.tensors), 'tensor')}, "
             f"{plural(self.parameters, 'parameter')}, {plural(self.nbytes, 'byte')}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the tensors as HTML, which a notebook shows; those that differ only in numbers share a line."""
+        from shardload.reports.checkpoint_page import checkpoint_lines
+        from shardload.reports.markup import preformatted
+
+        head = f"{self.source} ({self.format}): {self._counts(list(self.tensors.values()))}"
+        return preformatted("\n".join((head, *self.notes, *checkpoint_lines(self._rows(self.matching(None))))))
+
+    def to_html(self, *, match: str | None = None) -> str:
+        """Return the tensors as a page of HTML that needs no other file and opens no connection.
+
+        It shows bytes of each dtype and file as bars, and a tree of tensors to sort and search.
+
+        Args:
+            match: Glob that the names of the shown tensors match, such as ``*/attention/*``.
+        """
+        from shardload.reports.checkpoint_page import checkpoint_page
+
+        found, total = self.matching(match), plural(len(self.tensors), "tensor")
+        shown = f"{len(found):,} of {total} match {match}: " if match is not None else ""
+        facts = [("Format", self.format), ("Tensors", shown + self._counts(found))]
+        if self.n_left_out:
+            facts.append(("Partial", f"without {plural(self.n_left_out, 'weight')}"))
+        if self.undescribed is not None:
+            facts.append(("Model", f"none can be built from it: {self.undescribed}"))
+        facts += [("Note", note) for note in self.notes]
+        sizes = {str(file.name): size for file, size in self.files.items()}
+        return checkpoint_page(f"Tensors of {self.source}", self._rows(found), files=sizes, facts=facts).html()
+
+    def matching(self, match: str | None) -> list[Tensor]:
+        """Return the tensors whose name matches a glob; all for ``None``."""
+        return [t for t in self.tensors.values() if match is None or fnmatch.fnmatchcase(t.name, match)]
+
+    def _counts(self, tensors: Sequence[Tensor]) -> str:
+        parameters, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
+        return f"{plural(len(tensors), 'tensor')}, {format_count(parameters)} parameters, {format_bytes(size)}"
+
+    def _rows(self, tensors: Sequence[Tensor]) -> list[TensorRow]:
+        from shardload.reports.checkpoint_page import TensorRow
+
+        return [
+            TensorRow(
+                t.name,
+                str(t.dtype),
+                t.shape,
+                t.nbytes,
+                t.stored_bytes,
+                ", ".join(file.name for file in t.files),
+                t.storage_text,
+            )
+            for t in tensors
+        ]
 
     def require_description(self) -> None:
         """Raise `undescribed` unless a model can be built from the checkpoint."""

@@ -10,6 +10,7 @@ import typer
 from shardload.console import listing, options, streams
 from shardload.errors import ShardloadError
 from shardload.reports import printable
+from shardload.reports.aligned import aligned
 from shardload.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def list_cache(
         else:
             head = ("address", "size", "cached", "last use")
             rows = [head, *map(_row, found), ("total", "", format_bytes(sum(each.n_bytes for each in found)), "")]
-            out.text(listing.aligned(rows, width=out.width))
+            out.text(aligned(rows, width=out.width))
 
 
 def _addresses(context: typer.Context) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, astuple
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from shardload.console import completion, jax_setup, listing, options, streams
 from shardload.errors import SourceError
 from shardload.progress import on_stderr
 from shardload.reports import printable
+from shardload.reports.aligned import aligned
 from shardload.synth import MAX_SEED
 from shardload.synth import synth as write_checkpoint
 from shardload.units import FLOATS, format_bytes, plural
@@ -27,6 +29,7 @@ def inspect(
         typer.Option("--match", metavar="GLOB", help="Only tensors whose names match, for example '*/attention/*'."),
     ] = None,
     format: options.FormatOption = None,
+    html: options.InspectHtmlOption = None,
     json: options.Json = False,
 ) -> None:
     """List the tensors of a checkpoint, reading headers only.
@@ -37,12 +40,15 @@ def inspect(
     $ shardload inspect model.weights.h5
 
     $ shardload inspect gemma3_270m --match '*norm*' --json
+
+    $ shardload inspect gemma3_270m --html tensors.html
     """
     with streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
         from shardload.resolve.opening import open_source
 
         manifest = open_source(source, format and str(format), verify=False).manifest
+        streams.write_files((html, partial(manifest.to_html, match=match)))
         if json:
             out.json(listing.as_json(manifest, match=match))
         else:
@@ -145,7 +151,7 @@ def sources(
             out.json({"sources": [asdict(source) for source in found]})
         else:
             rows = [("name", "kind", "what"), *(tuple(map(printable, astuple(s))) for s in found)]
-            out.text(listing.aligned(rows, width=out.width))
+            out.text(aligned(rows, width=out.width))
 
 
 def steps(
@@ -183,7 +189,7 @@ def steps(
             )
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
-            out.text(listing.aligned([head, *map(_row, found)], width=out.width))
+            out.text(aligned([head, *map(_row, found)], width=out.width))
         # The oldest failure: later ones are mostly its consequences.
         if failures and not json:
             out.text(f"since then: {printable(str(failures[0]['cause']))}\n")
@@ -231,6 +237,7 @@ def diff(
     *,
     cache: options.CacheOption = None,
     cache_size: options.CacheSizeOption = None,
+    html: options.DiffHtmlOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
     log_json: options.LogJson = False,
@@ -244,6 +251,8 @@ def diff(
     $ shardload diff checkpoints/100 checkpoints/200
 
     $ shardload diff model.gguf ./gemma-preset --json
+
+    $ shardload diff checkpoints/100 checkpoints/200 --html differences.html
     """
     with options.use_cache(cache, cache_size), streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
@@ -251,6 +260,7 @@ def diff(
 
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             found = comparing.diff(first, second, progress=progress)
+        streams.write_files((html, found.to_html))
         if json:
             value = found.to_json()
             for difference in value["differences"]:  # of NaN or infinity, which JSON lacks
@@ -260,29 +270,9 @@ def diff(
         else:
             for note in found.notes:
                 streams.note(note)
-            out.text(_differences(found, width=out.width))
+            out.text(found.table(width=out.width))
     if found.differences:
         raise typer.Exit(1)
-
-
-def _differences(found: Any, *, width: int | None) -> str:
-    by_weight = " (weights of the model: the formats name their tensors differently)" * (found.matched_by == "weight")
-    summary = f"{plural(found.equal, found.matched_by)} equal, {len(found.differences)} not{by_weight}\n"
-    if not found.differences:
-        return summary
-    head = ("name", "what", "first", "second", "elements", "largest")
-    rows = [
-        (
-            printable(d.name),
-            d.what,
-            d.first or "-",
-            d.second or "-",
-            f"{d.elements:,}",
-            "-" if d.largest is None else f"{d.largest:.4g}",
-        )
-        for d in found.differences
-    ]
-    return f"{summary}\n" + listing.aligned([head, *rows], width=width)
 
 
 def _facts(info: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ import typer
 
 from shardload.console import completion, failures, jax_setup, listing, options, search_options, streams
 from shardload.console.launch import alone_among_several
-from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports import printable
@@ -168,7 +167,7 @@ def load(
                     out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
         # After the block that exits on Ctrl-C: it would leave half a file, and add a second object to one that is being
         # written.
-        _write((html, report.to_html))
+        streams.write_files((html, report.to_html))
         if json:
             shares = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
             generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
@@ -340,9 +339,9 @@ def plan(
                 )
         if searched:
             _save(found.plan, save_plan)
-            _write((svg, found.plan.to_svg), (html, found.plan.to_html))
+            streams.write_files((svg, found.plan.to_svg), (html, found.plan.to_html))
         else:
-            _write((html, found.to_html))
+            streams.write_files((html, found.to_html))
         if json:
             out.json(found.to_json())
         elif searched:
@@ -376,18 +375,6 @@ def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
 def _save(plan: Any, path: Path | None) -> None:
     if path is not None:
         plan.save(path)
-        streams.note(f"wrote {path}")
-
-
-def _write(*files: tuple[Path | None, Callable[[], str]]) -> None:
-    """Write the text that a function returns to each file that was asked for."""
-    for path, text in files:
-        if path is None:
-            continue
-        try:
-            path.write_text(text(), encoding="utf-8")
-        except OSError as error:
-            raise WriteError(f"Cannot write {str(path)!r}: {error.strerror or error}.") from error
         streams.note(f"wrote {path}")
 
 

@@ -273,15 +273,17 @@ PlanLayoutOption = Annotated[
         callback=layout,
     ),
 ]
+
+
+def _html(what: str) -> Any:
+    return typer.Option("--html", metavar="FILE.html", callback=new_file(".html"), help=f"Write a page {what}.")
+
+
 HtmlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE.html",
-        callback=new_file(".html"),
-        help="Write a page with a bar for each device, and a table of variables: how each is split, and why.",
-    ),
+    Path | None, _html("with a bar for each device, and a tree of variables: how each is split, and why")
 ]
+InspectHtmlOption = Annotated[Path | None, _html("with bars for dtypes and files, and a tree of tensors")]
+DiffHtmlOption = Annotated[Path | None, _html("with bars for what differs, and a tree of tensors that do")]
 DtypeOption = Annotated[
     str | None,
     typer.Option(

@@ -180,7 +180,7 @@ class LayoutPlan:
     def to_html(self) -> str:
         """Return the plan as a page of HTML that needs no other file and opens no connection.
 
-        It shows memory and collectives as bars, and a table of all variables to sort and search: how each is split, and
+        It shows memory and collectives as bars, and a tree of all variables to sort and search: how each is split, and
         why, with what the opposite decisions cost.
         """
         facts = [("A step", f"about {self.step_s * 1e3:.4g} ms, {format_bytes(self.exchanged_bytes)} of collectives")]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
 from shardload.layout_search.plan_pictures import MEMORY_PARTS, PlanPicture
 from shardload.reports.facts import VariableUse
-from shardload.reports.page import Bar, Chart, Page, Row, merge_equal, mesh_positions
+from shardload.reports.page import Bar, Chart, Page, merge_equal, mesh_positions
+from shardload.reports.variables_table import Row, variables_table
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, plural
@@ -30,7 +31,12 @@ def plan_page(
     charts = [_devices(picture, axes)]
     if exchanges:
         charts.append(_exchanges(exchanges))
-    return Page(f"Layout plan of {picture.title}", axes, tuple(charts), (("Inputs", picture.inputs), *facts), rows)
+    return Page(
+        f"Layout plan of {picture.title}",
+        tuple(charts),
+        (("Inputs", picture.inputs), *facts),
+        variables_table(axes, rows),
+    )
 
 
 def _devices(picture: PlanPicture, axes: dict[str, int]) -> Chart:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 from shardload.layout_search.plan_parts import DeviceBytes, PlannedVariable
-from shardload.reports.page import AXIS_COLOURS, PART_COLOURS
+from shardload.reports.markup import AXIS_COLOURS, PART_COLOURS
+from shardload.reports.names import shortened
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
@@ -146,7 +147,7 @@ class PlanPicture:
             f"<style>{_STYLE}</style>",
             f'<rect class="back" width="{SVG_WIDTH}" height="{height}"/>',
             _text(MARGIN, 36, self.title, "title"),
-            _text(MARGIN, 58, _shortened(f"inputs {self.inputs}", _SUBTITLE_CHARACTERS), "soft"),
+            _text(MARGIN, 58, shortened(f"inputs {self.inputs}", _SUBTITLE_CHARACTERS), "soft"),
             *_svg_memory(self),
             *_axes(self.mesh),
             *_rows(self.rows, self.mesh.axes),
@@ -157,12 +158,6 @@ class PlanPicture:
 
 def _text(x: float, y: float, text: str, style: str = "", *, anchor: str = "start") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _shortened(text: str, most: int) -> str:
-    """Return a text of at most ``most`` characters, with an ellipsis in place of the middle of a longer one."""
-    half = (most - 1) // 2
-    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def _box(x: float, y: float, size: tuple[float, float], attributes: str, title: str = "") -> str:
@@ -215,7 +210,7 @@ def _rows(rows: Sequence[VariableRow], axes: Sequence[str]) -> Iterator[str]:
         y = ROWS_TOP + ROW_HEIGHT * i
         name = f"{row.name} x{row.count}" if row.count > 1 else row.name
         yield f"<g><title>{escape(name)}: {escape(str(row.layout))}</title>"
-        yield _text(MARGIN, y + 15, _shortened(name, _NAME_CHARACTERS), "mono")
+        yield _text(MARGIN, y + 15, shortened(name, _NAME_CHARACTERS), "mono")
         for d in range(len(row.shape)):
             yield from _dim(row, d, y, axes)
         yield _text(BYTES_RIGHT, y + 15, format_bytes(row.device_bytes), anchor="end")

@@ -159,7 +159,7 @@ class Report:
     def to_html(self) -> str:
         """Return the report as a page of HTML that needs no other file and opens no connection.
 
-        It shows bytes per device and seconds per stage as bars, and a table of all variables to sort and search: how
+        It shows bytes per device and seconds per stage as bars, and a tree of all variables to sort and search: how
         each is split, and why.
         """
         hosts, drawn = getattr(self, "hosts", None), ("Devices", "Time", "Source")

@@ -32,7 +32,7 @@ def fold(names: Iterable[str]) -> tuple[Folded, ...]:
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(_NUMBERS.sub("0", name), []).append(name)
+        groups.setdefault(without_numbers(name), []).append(name)
     folded = []
     for group in groups.values():
         # The group in `_NUMBERS` keeps the numbers in the split, so all names have as many parts.
@@ -42,6 +42,17 @@ def fold(names: Iterable[str]) -> tuple[Folded, ...]:
     return tuple(folded)
 
 
+def without_numbers(text: str) -> str:
+    """Return text with ``0`` for each number in it: equal for names that differ only in numbers."""
+    return _NUMBERS.sub("0", text)
+
+
 def printable(text: str, *, keep: str = "") -> str:
     r"""Return ``text``, such as untrusted names, with control characters as escapes (``\x1b``), except ``keep``."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most ``most`` characters, with an ellipsis in place of the middle of a longer one."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"

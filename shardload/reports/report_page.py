@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shardload.reports.facts import Cast, ClusterBytes, DeviceUse, Fit, LayoutSummary, ReadReason, Stages
-from shardload.reports.page import Bar, BarParts, Chart, Page, Row, merge_equal, mesh_positions
+from shardload.reports.page import Bar, BarParts, Chart, Page, merge_equal, mesh_positions
+from shardload.reports.variables_table import Row, variables_table
 from shardload.units import format_bytes, format_seconds
 
 _ROLES = {
@@ -57,7 +58,7 @@ def report_page(
         Row(v, f"{v.reason}: {why[v.name]}" if v.name in why else v.reason, tuple(details[v.name]))
         for v in layout.variables
     )
-    return Page(title, axes, tuple(charts), tuple(facts), tuple(rows))
+    return Page(title, tuple(charts), tuple(facts), variables_table(axes, tuple(rows)))
 
 
 def _devices(devices: Sequence[DeviceUse], axes: dict[str, int], fits: Fit | None) -> Chart:

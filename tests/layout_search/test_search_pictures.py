@@ -90,8 +90,8 @@ def test_an_svg_of_a_plan_over_its_limit_shows_the_limit_inside_the_bar(plan):
 
 
 def cells(page, name):
-    row = re.search(rf'<tr><th scope="row">{re.escape(name)}</th>(.*?)</tr>', page, re.DOTALL)
-    return re.sub("<[^>]+>", "|", row[1])
+    rows = re.findall('<tr[^>]*><th scope="row">(.*?)</th>(.*?)</tr>', page, re.DOTALL)
+    return next(re.sub("<[^>]+>", "|", row) for head, row in rows if re.sub("<[^>]+>", "", head) == name)
 
 
 def test_the_page_has_a_bar_for_each_device_with_its_parts_and_the_limit(plan):
@@ -110,15 +110,15 @@ def test_equal_devices_of_a_large_mesh_share_a_bar(plan):
 def test_the_page_gives_the_decisions_about_each_variable_and_what_the_opposite_costs(plan):
     dims = tuple(f"block_{i}/up/kernel[1]" for i in range(3))
     plan = replace(plan, decisions=(Decision("model", True, 2048, dims, 2e-3),))
-    found = cells(plan.to_html(), "block_1/<wbr>up/<wbr>kernel")
+    found = cells(plan.to_html(), "block_1/up/kernel")
     assert "axis &#x27;model&#x27; splits the 2048 of" in found and "the opposite takes +2.000 ms per step" in found
-    assert "opposite" not in cells(plan.to_html(), "table/<wbr>embeddings")
+    assert "opposite" not in cells(plan.to_html(), "table/embeddings")
 
 
 def test_the_page_says_what_is_stored_split_only_and_lists_collectives_and_notes(plan):
     exchanges = (PlannedExchange("all-reduce", "model", 6, 3 * MIB, 0.0015),)
     page = replace(plan, exchanges=exchanges, notes=("no <cache>",)).to_html()
-    found = cells(page, "table/<wbr>embeddings")
+    found = cells(page, "table/embeddings")
     assert "4096 |÷4 model| |÷2 batch|" in found and "stored split over batch, and gathered for use" in found
     assert '<span class="axis a0 stored" title="stored split, gathered for use">' in page
     assert "1.500 ms for 3.0 MiB" in cells(page, "6 all-reduces over model")

@@ -97,6 +97,8 @@ COMMANDS = {
     ("synth", "directory"): ["synth", "gemma3_270m", "--directory", URL],
     ("plan", "save_plan"): ["plan", "gemma3_270m", "--mesh", "1x2", "--save-plan", f"{URL}.json"],
     ("load", "html"): ["load", "gemma3_270m", "--html", f"{URL}.html"],
+    ("inspect", "html"): ["inspect", "gemma3_270m", "--html", f"{URL}.html"],
+    ("diff", "html"): ["diff", "gemma3_270m", "gemma3_270m", "--html", f"{URL}.html"],
     ("plan", "html"): ["plan", "gemma3_270m", "--html", f"{URL}.html"],
     ("plan", "svg"): ["plan", "gemma3_270m", "--mesh", "1x2", "--svg", f"{URL}.svg"],
 }

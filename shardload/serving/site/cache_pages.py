@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shardload.reports.page import escaped
+from shardload.reports.markup import escaped
 from shardload.serving.metrics import Metrics
 from shardload.serving.rack.answers import RemoteFiles
 from shardload.serving.rack.blocks import HELD_BYTES

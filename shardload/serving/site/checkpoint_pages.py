@@ -18,7 +18,8 @@ from aiohttp import web
 
 from shardload.errors import MeshError, ShardloadError, UsageError
 from shardload.loaders.orbax.loader import step_number
-from shardload.reports.page import escaped
+from shardload.reports.markup import escaped
+from shardload.reports.name_table import MOST_ROWS
 from shardload.serving.jobs.records import JOB_KINDS
 from shardload.serving.roots.all_roots import AllRoots
 from shardload.serving.roots.catalogue import ServedFile
@@ -40,7 +41,7 @@ from shardload.serving.site.pages import (
     static,
 )
 from shardload.serving.site.plan_view import asked_mesh, command_of, mesh_form, plan_lines
-from shardload.serving.site.tensor_tree import MOST_ROWS, matching, tree_lines, tree_of
+from shardload.serving.site.tensor_tree import matching, tree_lines, tree_of
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, format_count, plural
 
@@ -235,7 +236,7 @@ def _checkpoint_page(
         whole = escaped("?" + urlencode(kept))
         lines.append(f'<p class="name">{escaped(tree.prefix)}… <a href="{whole}">Show all tensors</a></p>')
     lines += filter_form(match, "Filter by name, dtype or shape", **kept, **inside)
-    n_shown = 0 if tree is None else tree.n_tensors
+    n_shown = 0 if tree is None else tree.n_items
     size = "" if tree is None else f", {format_bytes(tree.n_bytes)}"
     of = "" if n_shown == len(tensors) else f"{n_shown:,} of "
     lines.append(f'<p class="soft" role="status" data-noun="tensors">{of}{plural(len(tensors), "tensor")}{size}</p>')

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from shardload.reports.page import escaped
+from shardload.reports.markup import escaped
 from shardload.serving.jobs.queue import Jobs
 from shardload.serving.jobs.records import JOB_KINDS, Job, JobKind
 from shardload.serving.jobs.requests import JOBS_PATH, JobRequests

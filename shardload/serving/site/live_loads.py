@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardload.loaders.orbax.loader import step_number
-from shardload.reports.page import escaped
+from shardload.reports.markup import escaped
 from shardload.serving.roots.all_roots import AllRoots
 from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.serving.site.pages import LOADS_PATH, checkpoint_path, page

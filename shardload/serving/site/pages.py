@@ -16,7 +16,8 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from shardload.reports.page import escaped, page_script, page_style
+from shardload.reports.markup import escaped
+from shardload.reports.page import page_script, page_style
 from shardload.serving.roots.scanning import ServedCheckpoint
 from shardload.units import format_bytes, plural
 

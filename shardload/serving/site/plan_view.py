@@ -21,9 +21,10 @@ from urllib.parse import quote, urlencode
 from shardload.errors import UsageError
 from shardload.reports import TIMES
 from shardload.reports.facts import Cast, DeviceUse, LayoutSummary, ReadReason, Stages, VariableUse
-from shardload.reports.page import AXIS_COLOURS, Chart, Page, bar_svg, escaped, merge_equal
+from shardload.reports.markup import AXIS_COLOURS, bar_svg, escaped
+from shardload.reports.name_table import MOST_ROWS
+from shardload.reports.page import Chart, Page, merge_equal
 from shardload.reports.report_page import report_page
-from shardload.serving.site.tensor_tree import MOST_ROWS
 from shardload.sharding.layout import Fallback
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, plural
@@ -93,8 +94,8 @@ def plan_lines(plan: Mapping[str, Any], mesh: MeshSpec, *, chosen: str, hidden: 
         path = f"/api/v1/checkpoints/{quote(plan['source'])}/plan?{urlencode({'mesh': plan['mesh']})}"
         first = f"Only the first {len(shown):,} of {plural(len(variables), 'variable')} are shown, searched and offered"
         yield (
-            f'<p class="soft">{first} above. <a href="{escaped(path)}">The plan as JSON</a> has all, and so has '
-            "the page that <code>shardload plan --html FILE</code> writes.</p>"
+            f'<p class="soft">{first} above. <a href="{escaped(path)}">The plan as JSON</a> has all; so has the '
+            "page that <code>shardload plan --html FILE</code> writes, in which similar ones share a row.</p>"
         )
 
 

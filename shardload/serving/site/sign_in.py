@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from shardload.reports.page import escaped
+from shardload.reports.markup import escaped
 from shardload.serving.limits import client_of
 from shardload.serving.site.forms import form_fields, is_from_own_page
 from shardload.serving.site.pages import SIGN_IN_PATH, SIGN_OUT_PATH, answer, page

@@ -1,0 +1,84 @@
+"""What differs between two checkpoints as a page of HTML."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from shardload.reports.markup import escaped
+from shardload.reports.name_table import Column, NameTable, TableCell, TableEntry, Total
+from shardload.reports.names import shortened
+from shardload.reports.page import MOST_LABEL, Bar, Chart, Page
+from shardload.units import plural
+
+_MOST_BARS = 10
+"""Most tensors with the largest differences that have a bar."""
+
+
+class _Differing(Protocol):
+    """A tensor that differs, as `shardload.comparing.TensorDifference` describes it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def first(self) -> str: ...
+    @property
+    def second(self) -> str: ...
+    @property
+    def elements(self) -> int: ...
+    @property
+    def largest(self) -> float | None: ...
+    @property
+    def why(self) -> str: ...
+
+
+def comparison_page(
+    title: str, differences: Sequence[_Differing], *, equal: int, noun: str, facts: Sequence[tuple[str, str]]
+) -> Page:
+    """Return the page of a comparison; ``noun``: what is compared, ``facts``: (label, text) of its summary."""
+    counts = {"equal": equal, **Counter(d.what for d in differences)}
+    bars = tuple(Bar(what, (n,), plural(n, noun)) for what, n in counts.items())
+    charts = [Chart("What differs", bars, max(*counts.values(), 1), f"{plural(sum(counts.values()), noun)} in all")]
+    if largest := sorted(filter(_has_size, differences), key=_size, reverse=True)[:_MOST_BARS]:
+        bars = tuple(Bar(shortened(d.name, MOST_LABEL), (_size(d),), f"{_size(d):.4g}") for d in largest)
+        charts.append(Chart("Largest differences", bars, _size(largest[0]), "Absolute difference between two values"))
+    return Page(title, tuple(charts), tuple(facts), _table(differences) if differences else None)
+
+
+def _size(difference: _Differing) -> float:
+    return difference.largest or 0.0
+
+
+def _has_size(difference: _Differing) -> bool:
+    return bool(difference.largest) and math.isfinite(_size(difference))
+
+
+def _table(differences: Sequence[_Differing]) -> NameTable:
+    has_why = any(d.why for d in differences)
+    columns = [
+        Column("What", "what", Total.SAME),
+        Column("First", "first", Total.SAME),
+        Column("Second", "second", Total.SAME),
+        Column("Elements", "bar elements number", Total.SUM, lambda n: f"{int(n):,}"),
+        Column("Largest difference", "largest number", Total.MOST, lambda n: f"{n:.4g}"),
+        *([Column("Why", "why", is_numbered=True)] if has_why else []),
+    ]
+    entries = tuple(TableEntry(d.name, _cells(d, has_why=has_why)) for d in differences)
+    return NameTable("Differences", "difference", tuple(columns), entries, sized=3, sum_text=None)
+
+
+def _cells(d: _Differing, *, has_why: bool) -> tuple[TableCell, ...]:
+    is_number = d.largest is not None and math.isfinite(d.largest)
+    largest = "" if d.largest is None else f"{d.largest:.4g}"
+    return (
+        TableCell(escaped(d.what)),
+        TableCell(escaped(d.first)),
+        TableCell(escaped(d.second)),
+        TableCell(f"{d.elements:,}", d.elements),
+        TableCell(largest, d.largest if is_number else None),
+        *([TableCell(escaped(d.why))] if has_why else []),
+    )
