@@ -26,7 +26,7 @@ SCHEMATHESIS := .cache/schemathesis
 BROWSER := .cache/browser
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser soak nightly check lint types docs charts wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser soak nightly check lint types docs charts pictures wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -106,10 +106,10 @@ schemathesis: $(STAMP)  ## requests to a server that a program makes up from its
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet --disable-pip-version-check "schemathesis>=4.32,<5"
 	$(BIN)/python -m pytest tests/serving/test_schemathesis.py --schemathesis $(SCHEMATHESIS)/bin/schemathesis
 
-browser: $(STAMP)  ## clicks through the server's pages in Chromium, which must be installed (60 MB of downloads)
+browser: $(STAMP) $(VENV)/.docs  ## reads the site and the server's pages in Chromium, which must be installed (60 MB of downloads)
 	$(PYTHON) -m venv $(BROWSER)
 	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check "playwright>=1.65,<2" "axe-playwright-python>=0.1.8,<0.2"
-	$(BIN)/python -m pytest tests/serving/test_browser.py -rP --browser $(BROWSER)/bin/python
+	$(BIN)/python -m pytest tests/serving/test_browser.py tests/project/test_site.py -rP --browser $(BROWSER)/bin/python
 
 soak: $(STAMP)  ## a server under 10,000 slow connections, then under all that clients can do, for an hour: no wrong answer, no leak
 	$(BIN)/python -m benchmarks.slow_connections
