@@ -2,7 +2,7 @@
 
     python -m benchmarks.pictures [--folder docs/pictures]
 
-Each command runs on this machine, with colours, in a window of 78 columns. What it prints is drawn by rich; the path of
+Each command runs on this machine, with colours, in a window of 92 columns. What it prints is drawn by rich; the path of
 the user's folder is shortened to ``~``, as shells do. A test compares the text of the pictures with that of the pages.
 """
 
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-COLUMNS = 78
+COLUMNS = 92
 """Of the terminal, in characters."""
 COMMANDS: Mapping[str, str] = {
     "load": 'shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"',
