@@ -134,6 +134,9 @@ docs: $(VENV)/.docs  ## the documentation site, in build/docs; broken links are 
 charts: $(STAMP)  ## docs/charts/ again, from the numbers in docs/performance-*.json
 	$(BIN)/python -m benchmarks.charts
 
+pictures: $(STAMP)  ## docs/pictures/: terminals again, from runs of the commands that they show
+	$(BIN)/python -m benchmarks.pictures
+
 wheel:  ## build sdist and wheel into dist/, and try the wheel in an empty environment
 	PYTHON=$(PYTHON) .ci/try-wheel
 
