@@ -7,10 +7,10 @@ import contextlib
 import io
 import re
 import shlex
-import sys
+from collections import defaultdict
 from pathlib import Path
+from xml.etree import ElementTree
 
-import cli_fakes
 import page_world
 import pytest
 import warm_start
@@ -19,6 +19,7 @@ from page_blocks import FENCE, ROOT, shown_commands
 from page_outputs import NUMBERS, UNSTABLE, difference, is_as_shown
 from serving import served
 
+from benchmarks import pictures
 from shardload.cli import main
 from shardload.console.app import command
 
@@ -103,7 +104,6 @@ def reasons(line):
 
 RUN = [one for one in SHOWN if not one.is_script and not reasons(one.line)]
 COMPARED = {
-    "shardload load gemma3_270m": "test_the_real_model",
     "python train.py 1x8 run &": "test_the_tutorial_on_training",
     "shardload convert run/4 tuned --to safetensors": "test_the_page_on_lora",
 }
@@ -191,12 +191,33 @@ def python_of(shown):
     return next(text for _, language, text in blocks if language == "python")
 
 
+def lines_of(picture):
+    """The text of a picture of a terminal, without its first line, which is the command."""
+    lines = defaultdict(str)
+    for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
+        if "y" in text.attrib:
+            lines[float(text.get("y"))] += text.text.replace("\xa0", " ")
+    return [re.sub(r"\S+/(?=\S+\.gguf)", "", lines[y]) for y in sorted(lines)][1:]
+
+
 @pytest.mark.slow
-def test_the_real_model():
-    [one] = [one for one in page_of("shardload load gemma3_270m") if one.output]
-    [words] = calls(one.line)
-    done = cli_fakes.run((sys.executable, "-m", "shardload", *words), XLA_FLAGS="", JAX_PLATFORMS="cpu")
-    assert_shown(one, [*done.stderr.splitlines(), *done.stdout.splitlines()])
+@pytest.mark.parametrize("name", pictures.COMMANDS)
+def test_pictures_show_what_commands_print(name, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    command = pictures.COMMANDS[name]
+    stored, drawn = (
+        (ROOT / f"docs/pictures/{name}.svg").read_text(),
+        pictures.terminal(command, pictures.printed(command)),
+    )
+    shown, printed = lines_of(stored), lines_of(drawn)
+    assert len(shown) > 10 and is_as_shown(shown, printed), difference(shown, printed)
+
+
+def test_pictures_show_commands_of_pages():
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    for name, line in pictures.COMMANDS.items():
+        assert line in pages and f"pictures/{name}.svg)" in pages
 
 
 KILLED = """
