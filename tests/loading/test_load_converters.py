@@ -74,7 +74,7 @@ def test_every_converter_has_a_folder():
 
 
 def test_every_architecture_is_documented():
-    text = (Path(__file__).parents[2] / "docs/reference/names.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/families.md").read_text()
     listed = set(re.findall(r"`([\w-]+)`", text.partition("## Hugging Face architectures")[2].partition("\n## ")[0]))
     assert {name.split()[0] for name in (*hub_folders.CONFIGS, *hub_nested.CONFIGS)} <= listed
 

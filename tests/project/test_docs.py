@@ -139,7 +139,6 @@ def test_pages_are_in_the_section_of_their_folder():
 
 LONG_PAGES = {
     "reference/huggingface-folders.md",
-    "reference/names.md",
 }
 """Pages that are still to be split: remove each one as it is done."""
 
