@@ -137,12 +137,6 @@ def test_pages_are_in_the_section_of_their_folder():
         assert path in sections[SECTIONS[path.partition("/")[0]]]
 
 
-LONG_PAGES = {
-    "reference/huggingface-folders.md",
-}
-"""Pages that are still to be split: remove each one as it is done."""
-
-
 @pytest.mark.parametrize(
     "page", [page for page in DOCS.rglob("*.md") if page.parent != DOCS / "design"], ids=path_in_docs
 )
@@ -150,7 +144,7 @@ def test_a_page_is_short_or_says_why_it_is_not(page):
     text = page.read_text()
     words = len(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).split())
     explained = "This page is long because" in text[:1500]
-    assert words <= 1500 or explained or path_in_docs(page) in LONG_PAGES, f"{words} words: split the page"
+    assert words <= 1500 or explained, f"{words} words: split the page"
 
 
 def test_the_list_of_design_notes_has_each_once():

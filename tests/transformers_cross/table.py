@@ -17,7 +17,6 @@ from pathlib import Path
 
 EXPECTED = Path(__file__).parent / "expected.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "huggingface-folders.md"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +37,42 @@ def read() -> dict[str, Expected]:
 
 
 def page(text: str) -> str:
-    """The documentation's page with a fresh table."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{markdown()}\n{END}{after}"
+    """The documentation's page with fresh tables."""
+    return _between(_between(text, "overview", overview()), "table", markdown())
+
+
+def _between(text: str, mark: str, content: str) -> str:
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
+
+
+def overview() -> str:
+    """One row for each family, which leads to its table."""
+    families: dict[str, list[Expected]] = {}
+    expected = read()
+    for name, found in expected.items():
+        families.setdefault(name.partition(", ")[0], []).append(found)
+    lines = ["| family | load | are refused |", "|---|---|---|"]
+    for family, rows in families.items():
+        loads = sum(row.ours == "loads" for row in rows)
+        lines.append(f"| [`{family}`](#{family}) | {loads} | {len(rows) - loads} |")
+    return "\n".join([_summary(expected), "", *lines])
 
 
 def markdown() -> str:
-    """Rows of one family that share an outcome are one row."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
-    expected = read()
-    for name, found in expected.items():
+    """A table for each family; its variants that share an outcome are one row."""
+    families: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for name, found in read().items():
         family, _, variant = name.partition(", ")
-        rows.setdefault((family, _outcome(found), KERASHUB[found.kerashub]), []).append(variant)
-    lines = ["| family | variants | shardload | KerasHub itself |", "|---|---|---|---|"]
-    for (family, outcome, kerashub), variants in rows.items():
-        lines.append(f"| `{family}` | {'; '.join(variants)} | {outcome} | {kerashub} |")
-    return "\n".join([_summary(expected), "", *lines])
+        rows = families.setdefault(family, {})
+        rows.setdefault((_outcome(found), KERASHUB[found.kerashub]), []).append(variant)
+    lines: list[str] = []
+    for family, rows in families.items():
+        lines += [f"### {family}", "", "| variants | shardload | KerasHub itself |", "|---|---|---|"]
+        lines += [f"| {'; '.join(variants)} | {ours} | {theirs} |" for (ours, theirs), variants in rows.items()]
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 KERASHUB = {"equal": "equal", "wrong": "**other numbers**", "fails": "fails", "untried": "not tried"}
