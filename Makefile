@@ -106,10 +106,10 @@ schemathesis: $(STAMP)  ## requests to a server that a program makes up from its
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet --disable-pip-version-check "schemathesis>=4.32,<5"
 	$(BIN)/python -m pytest tests/serving/test_schemathesis.py --schemathesis $(SCHEMATHESIS)/bin/schemathesis
 
-browser: $(STAMP) $(VENV)/.docs  ## reads the site and the server's pages in Chromium, which must be installed (60 MB of downloads)
+browser: $(STAMP) $(VENV)/.docs  ## reads the site, the server's pages and those of --html in Chromium, which must be installed (60 MB of downloads)
 	$(PYTHON) -m venv $(BROWSER)
 	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check "playwright>=1.65,<2" "axe-playwright-python>=0.1.8,<0.2"
-	$(BIN)/python -m pytest tests/serving/test_browser.py tests/project/test_site.py -rP --browser $(BROWSER)/bin/python
+	$(BIN)/python -m pytest tests/serving/test_browser.py tests/reports/test_browser_pages.py tests/project/test_site.py -rP --browser $(BROWSER)/bin/python
 
 soak: $(STAMP)  ## a server under 10,000 slow connections, then under all that clients can do, for an hour: no wrong answer, no leak
 	$(BIN)/python -m benchmarks.slow_connections

@@ -159,30 +159,36 @@ def reading(url, token):
         yield answer
 
 
-def main(address, token, checkpoint, pictures, *files):
-    file, large = files
+def windows():
+    """Yield an empty page in a window of each width and colour scheme, with a label for its pictures."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         sys.exit(f"There is no browser: install one of {', '.join(BROWSERS)}")
-    problems = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
             context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
             context.set_default_timeout(60_000)
             expect.set_options(timeout=60_000)
-            visit = Visit(context.new_page(), address, Path(pictures), f"{width}-{scheme}")
-            visit.sign_in(token)
-            visit.catalogue(checkpoint)
-            visit.tree("attention", "decoder_block/ query")
-            visit.plan("2x4", "decoder_block_0/attention/query/kernel")
-            visit.loads(file, token)
-            visit.jobs(checkpoint, large)
-            visit.cache()
-            visit.sign_out()
-            problems += visit.problems
+            yield context.new_page(), f"{width}-{scheme}"
             context.close()
         browser.close()
+
+
+def main(address, token, checkpoint, pictures, *files):
+    file, large = files
+    problems = []
+    for page, label in windows():
+        visit = Visit(page, address, Path(pictures), label)
+        visit.sign_in(token)
+        visit.catalogue(checkpoint)
+        visit.tree("attention", "decoder_block/ query")
+        visit.plan("2x4", "decoder_block_0/attention/query/kernel")
+        visit.loads(file, token)
+        visit.jobs(checkpoint, large)
+        visit.cache()
+        visit.sign_out()
+        problems += visit.problems
     sys.stdout.write(json.dumps(problems))
 
 
