@@ -16,6 +16,7 @@ import numpy as np
 import peft_folders
 import pytest
 from bucket_server import bucket
+from safetensors.numpy import save_file
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -358,3 +359,11 @@ def test_several_processes():
 
 def test_second_order_optimizer(here):
     assert run("docs/how-to/second-order-optimizer.md")["model"].optimizer.counts().steps == 8
+
+
+def test_faq(gemma, here):
+    shutil.copytree(gemma["safetensors"], here / "gemma2-hf")
+    save_file({"embedding": np.ones((4, 8), np.float32), "other": np.ones(3)}, here / "model.safetensors")
+    names = run("docs/explanation/faq.md")
+    assert names["arrays"].keys() == {"embedding"}
+    assert type(names["backbone"]).__name__ == "GemmaBackbone" and names["report"].bytes.needed > 0
