@@ -22,9 +22,9 @@ PICTURED = [
 SEARCHES = {
     "out of memory": "/how-to/troubleshooting",
     "Slurm": "/how-to/load-on-slurm/",
-    "safetensors": "/reference/",
+    "GGUF": "/reference/",
     "resume": "/how-to/",
-    "does not divide": "/how-to/troubleshooting",
+    "RESOURCE_EXHAUSTED": "/how-to/troubleshooting",
 }
 """What people look for → how the address of a page among the first three results begins."""
 
