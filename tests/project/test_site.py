@@ -25,6 +25,9 @@ SEARCHES = {
     "GGUF": "/reference/",
     "resume": "/how-to/",
     "RESOURCE_EXHAUSTED": "/how-to/troubleshooting",
+    "no space left": "/how-to/troubleshooting-saving/",
+    "unused tensors": "/how-to/troubleshooting-models/",
+    "DeepSeek": "/explanation/faq/",
 }
 """What people look for → how the address of a page among the first three results begins."""
 
