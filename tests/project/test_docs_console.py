@@ -146,6 +146,7 @@ RUN = [one for i, one in enumerate(SHOWN) if is_run(one, SHOWN[:i])]
 COMPARED = {
     "python train.py 1x8 run &": "test_the_tutorial_on_training",
     "shardload convert run/4 tuned --to safetensors": "test_the_page_on_lora",
+    "shardload verify run": "test_the_page_on_saving",
 }
 """Where the output of pages is compared: how one command of the page begins, and the test."""
 
@@ -323,6 +324,19 @@ def test_the_page_on_lora(here):
     Path("run").unlink()
     exec(python_of(shown), {})  # our own page
     for one in shown:
+        if one.output:
+            [words] = calls(one.line)
+            assert_shown(one, on_terminal(words)[1], unstable=NUMBERS)
+
+
+def test_the_page_on_saving(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(8)])
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).random((256, 64), "float32")
+    best = OrbaxCheckpoint("run", monitor="val_loss", max_to_keep=2, keep_best=1)
+    model.fit(x, x[:, :8], epochs=3, validation_split=0.25, verbose=0, callbacks=[best])
+    for one in page_of("shardload verify run"):
         if one.output:
             [words] = calls(one.line)
             assert_shown(one, on_terminal(words)[1], unstable=NUMBERS)
