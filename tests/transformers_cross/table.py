@@ -69,8 +69,8 @@ def markdown() -> str:
         rows.setdefault((_outcome(found), KERASHUB[found.kerashub]), []).append(variant)
     lines: list[str] = []
     for family, rows in families.items():
-        lines += [f"### {family}", "", "| variants | shardload | KerasHub itself |", "|---|---|---|"]
-        lines += [f"| {'; '.join(variants)} | {ours} | {theirs} |" for (ours, theirs), variants in rows.items()]
+        lines += [f"### {family}", "", "| variants | what happens |", "|---|---|"]
+        lines += [f"| {'; '.join(names)} | {ours}<br>KerasHub: {theirs} |" for (ours, theirs), names in rows.items()]
         lines.append("")
     return "\n".join(lines[:-1])
 
