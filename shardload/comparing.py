@@ -22,7 +22,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.reports import printable
 from shardload.reports.aligned import aligned
 from shardload.reports.comparison_page import comparison_page
-from shardload.reports.markup import preformatted
+from shardload.reports.markup import ShownAsText
 from shardload.resolve.opening import find_source
 from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
@@ -54,7 +54,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(ShownAsText):
     """The result of comparing two checkpoints tensor by tensor."""
 
     first: str
@@ -98,10 +98,6 @@ class Comparison:
 
     def __str__(self) -> str:
         return "\n".join((self.table().rstrip(), *(f"note: {printable(note)}" for note in self.notes)))
-
-    def _repr_html_(self) -> str:
-        """Return the text as HTML, which a notebook shows instead of the comparison."""
-        return preformatted(str(self))
 
 
 def _difference_row(d: TensorDifference) -> tuple[str, ...]:

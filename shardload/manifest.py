@@ -372,6 +372,11 @@ class Manifest:
 
 
 @functools.lru_cache(maxsize=4096)
+def partial_text(left_out: int) -> str:
+    """Return words for a training step saved without ``left_out`` of its weights: ``partial: without 3 weights``."""
+    return f"partial: without {plural(left_out, 'weight')}"
+
+
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a C-ordered array of ``shape``, in elements instead of NumPy's bytes."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -164,6 +164,15 @@ def _scaled(n: int, base: int, units: tuple[str, ...], rounding: Callable[[float
     return text
 
 
+def time_ago(seconds: float) -> str:
+    """Return how long ago something was, in its largest unit: ``3 d``; 0 s if a clock is ahead."""
+    whole = max(0, int(seconds))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if whole >= length:
+            return f"{whole // length} {unit}"
+    return f"{whole} s"
+
+
 def format_seconds(seconds: float | None) -> str:
     """Return a duration as text: ``45 ms``, ``1.29 s``, ``3 min 05 s``; a dash for ``None`` and infinity."""
     if seconds is None or not math.isfinite(seconds):

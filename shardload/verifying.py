@@ -19,8 +19,10 @@ from typing import Any, Literal, cast
 
 from shardload.errors import LimitError, MissingExtraError, ShardloadError, TransferError, UnsupportedError
 from shardload.loaders import open_manifest
-from shardload.manifest import Decoded, EncodedRows, Extent, Tensor, UnreadableRows
+from shardload.manifest import Decoded, EncodedRows, Extent, Tensor, UnreadableRows, partial_text
 from shardload.progress import Progress, ProgressLike, as_progress
+from shardload.reports import printable
+from shardload.reports.markup import ShownAsText
 from shardload.resolve import resolve
 from shardload.runs import digests
 from shardload.runs.listing import is_ours, list_steps, remote_steps
@@ -28,6 +30,7 @@ from shardload.runs.step import STEP_FILE, StepInfo, StepRecord
 from shardload.stores.location import Location
 from shardload.stores.store import PendingBytes, RemoteFile
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
+from shardload.units import format_bytes, plural
 
 _READ_BYTES = 8 << 20
 """Most bytes of a tensor in memory at once: verifying reads them only to see that they can be read."""
@@ -38,7 +41,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(ShownAsText):
     """The result of verifying a checkpoint."""
 
     path: str
@@ -63,15 +66,30 @@ class Verdict:
         """Return the verdict as a dict for JSON."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        what = format_bytes(self.n_bytes)
+        what += "" if self.tensors is None else f", {plural(self.tensors, 'tensor')}"
+        what += f", {partial_text(self.left_out)}" if self.left_out else ""
+        found = {"readable": "no digests; all headers and sizes right"}.get(self.verdict, self.verdict)
+        lines = (f"          {printable(text)}" for text in (*self.problems, *self.notes))
+        return "\n".join((f"{found:9} {printable(self.path)} ({what})", *lines))
 
-def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> list[Verdict]:
+
+class Verdicts(ShownAsText, list[Verdict]):
+    """Verdicts on all that was verified; ``str(verdicts)`` is what `shardload verify` prints."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> Verdicts:
     """Read a checkpoint, or all steps of a run, to the end.
 
     Raise `LimitError` if a limit of this process (files, memory) prevents reading: the checkpoint may be undamaged.
     """
     shown = as_progress(progress)
     try:
-        return _verdicts(source, shown)
+        return Verdicts(_verdicts(source, shown))
     except LimitError:
         raise
     except OSError as error:

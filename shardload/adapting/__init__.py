@@ -32,13 +32,14 @@ from shardload.keras_bridge.lora import (
 from shardload.keras_bridge.model_state import plain_model
 from shardload.keras_bridge.variables import direct_assign, has_value, stored_dtype, value_of
 from shardload.pipeline.request import check_keras_model
+from shardload.reports.markup import ShownAsText
 from shardload.resolve.adapters import open_adapters, weighted_folders
 from shardload.typing import AdapterLike
 from shardload.units import check_kind, plural
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterReport:
+class AdapterReport(ShownAsText):
     """What `load_adapter` did to a model."""
 
     layers: int

@@ -39,6 +39,7 @@ from shardload.runs.contents import (
 from shardload.runs.listing import Which, steps_of_run
 from shardload.runs.saver import StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
+from shardload.runs.step_list import StepList
 from shardload.stores.clients import Address, is_bucket
 from shardload.stores.local import expanded
 from shardload.typing import LayoutLike, MeshLike, PathLike
@@ -274,9 +275,9 @@ class Checkpointer:
             restore_iterator(iterator, info)
         return info
 
-    def steps(self) -> list[StepInfo]:
-        """Return the steps in the folder, in ascending order."""
-        return steps_of_run(self.directory)
+    def steps(self) -> StepList:
+        """Return the steps in the folder, in ascending order; notebooks show them as a table."""
+        return StepList(steps_of_run(self.directory))
 
     def latest(self) -> StepInfo | None:
         """Return the newest step, ``None`` without one."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardload.console import listing, options, streams
+from shardload.console import options, streams
 from shardload.errors import ShardloadError
 from shardload.reports import printable
 from shardload.reports.aligned import aligned
-from shardload.units import format_bytes, plural
+from shardload.units import format_bytes, plural, time_ago
 
 if TYPE_CHECKING:
     from shardload.stores.cache_space import StoredObject
@@ -138,4 +138,4 @@ def _as_json(folder: CacheFolder, found: list[StoredObject]) -> dict[str, Any]:
 def _row(each: StoredObject) -> tuple[str, ...]:
     address, size = ("unknown", "-") if each.described is None else (each.described.address, each.described.size)
     shown = size if isinstance(size, str) else format_bytes(size)
-    return printable(address), shown, format_bytes(each.n_bytes), listing.time_ago(time.time() - each.used_s)
+    return printable(address), shown, format_bytes(each.n_bytes), time_ago(time.time() - each.used_s)

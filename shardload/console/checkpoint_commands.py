@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from shardload.reports import printable
 from shardload.reports.aligned import aligned
 from shardload.synth import MAX_SEED
 from shardload.synth import synth as write_checkpoint
-from shardload.units import FLOATS, format_bytes, plural
+from shardload.units import FLOATS
 
 
 def inspect(
@@ -175,6 +174,7 @@ def steps(
         jax_setup.set_up_jax(note=streams.note)
         from shardload.processes.watchdog import written_since
         from shardload.runs.listing import list_steps, why_no_steps
+        from shardload.runs.step_list import steps_table
         from shardload.stores.local import without_file_scheme
 
         found = list_steps(directory)
@@ -188,8 +188,7 @@ def steps(
                 f"{printable(directory)} contains no steps yet: each will be a folder in it, named by its number\n"
             )
         else:
-            head = ("step", "epoch", "metrics", "size", "age", "best", "state")
-            out.text(aligned([head, *map(_row, found)], width=out.width))
+            out.text(steps_table(found, width=out.width))
         # The oldest failure: later ones are mostly its consequences.
         if failures and not json:
             out.text(f"since then: {printable(str(failures[0]['cause']))}\n")
@@ -226,7 +225,7 @@ def verify(
         if json:
             out.json({"source": source, "checkpoints": [v.to_json() for v in verdicts]})
         else:
-            out.text("".join(map(_verdict, verdicts)))
+            out.text(f"{verdicts}\n" if verdicts else "")
     if not all(v.is_good for v in verdicts):
         raise typer.Exit(1)
 
@@ -289,27 +288,3 @@ def _facts(info: Any) -> dict[str, Any]:
         "digests": info.ours,
         "problems": info.problems,
     }
-
-
-def _row(info: Any) -> tuple[str, ...]:
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
-    partial = f", {listing.partial(info.recorded.left_out)}" if info.recorded.left_out else ""
-    state = f"{info.problems or ('not read' if info.ours else 'unverified: not saved by shardload')}{partial}"
-    # Stored from 0, but Keras prints epochs from 1.
-    epoch = "-" if info.epoch is None else str(info.epoch + 1)
-    cells = (
-        str(info.step),
-        epoch,
-        metrics or "-",
-        format_bytes(info.n_bytes),
-        listing.time_ago(time.time() - info.saved_s) if info.saved_s else "-",
-    )
-    return (*cells, "best" if info.best else "-", printable(state))
-
-
-def _verdict(verdict: Any) -> str:
-    what = format_bytes(verdict.n_bytes) + ("" if verdict.tensors is None else f", {plural(verdict.tensors, 'tensor')}")
-    what += f", {listing.partial(verdict.left_out)}" if verdict.left_out else ""
-    found = {"readable": "no digests; all headers and sizes right"}.get(verdict.verdict, verdict.verdict)
-    lines = [f"{found:9} {printable(verdict.path)} ({what})"]
-    return "\n".join([*lines, *(f"          {printable(p)}" for p in (*verdict.problems, *verdict.notes))]) + "\n"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor, UnreadableRows
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor, UnreadableRows, partial_text
 from shardload.reports import printable
 from shardload.reports.aligned import aligned
 from shardload.units import format_bytes, format_count, plural
@@ -25,15 +25,10 @@ def as_text(manifest: Manifest, *, match: str | None = None, width: int | None =
     shown = plural(total, "tensor") if len(tensors) == total else f"{len(tensors):,} of {plural(total, 'tensor')}"
     elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
     sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
-    left_out = f"; {partial(manifest.n_left_out)}" if manifest.n_left_out else ""
+    left_out = f"; {partial_text(manifest.n_left_out)}" if manifest.n_left_out else ""
     why = f"\nNo model can be built from it: {printable(str(found))}" if (found := manifest.undescribed) else ""
     summary = f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}{left_out}{why}"
     return f"{summary}\n\n" + aligned(rows, width=width)
-
-
-def partial(left_out: int) -> str:
-    """Return words for a training step saved without ``left_out`` of its weights: ``partial: without 3 weights``."""
-    return f"partial: without {plural(left_out, 'weight')}"
 
 
 def _stored(tensor: Tensor) -> dict[str, Any]:
@@ -92,12 +87,3 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
         "files": list(map(str, tensor.files)),
         **storage,
     }
-
-
-def time_ago(seconds: float) -> str:
-    """Return how long ago something was, in its largest unit: ``3 d``; 0 s if a clock is ahead."""
-    whole = max(0, int(seconds))
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if whole >= length:
-            return f"{whole // length} {unit}"
-    return f"{whole} s"

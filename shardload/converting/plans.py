@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from shardload.errors import UnsupportedError
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.manifest import View, c_strides
 from shardload.reports import printable
+from shardload.reports.markup import ShownAsText
 from shardload.sharding.layout import Bounds
 from shardload.units import format_bytes, plural
 
@@ -89,7 +89,7 @@ def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(ShownAsText):
     """The report of a conversion, or of a model saved with `save_as`: what was written, and what the target lacks."""
 
     source: str
@@ -120,10 +120,6 @@ class ConvertReport:
         resumed = f"; {self.resumed} were copied by an interrupted run" if self.resumed else ""
         lines = [f"{self.target}: {self.format}, {what}{resumed}", *(f"note: {note}" for note in self.notes)]
         return "\n".join(printable(line) for line in lines)
-
-    def _repr_html_(self) -> str:
-        """Return the report as HTML, for notebooks."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         notes = f", {plural(len(self.notes), 'note')}" if self.notes else ""

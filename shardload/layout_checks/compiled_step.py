@@ -31,6 +31,7 @@ from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layout_search.plan_parts import CompiledCheck
 from shardload.layout_search.tracing import is_array
 from shardload.layouts.choice import LayoutChoice
+from shardload.reports.markup import preformatted
 from shardload.sharding.devices import device_list
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
@@ -198,6 +199,9 @@ class CompiledStep:
             dict(sorted(totals.items())),
             self.notes,
         )
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.summary())
 
     def summary(self) -> str:
         """Return a few lines of text: bytes on each device, and the collectives, largest first."""

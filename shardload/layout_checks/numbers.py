@@ -30,6 +30,7 @@ from shardload.layout_checks.step_programs import State, StepProgram, program_of
 from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layout_search.plan_parts import ComparedNumbers
 from shardload.layouts.choice import LayoutChoice
+from shardload.reports.markup import preformatted
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, is_function, plural
@@ -192,6 +193,9 @@ class NumbersCheck:
             tuple(m.path for m in self.misplaced),
             self.device_bytes,
         )
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.summary())
 
     def summary(self) -> str:
         """Return a few lines of text: the verdict, and for each kind of result the largest difference."""

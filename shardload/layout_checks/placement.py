@@ -22,6 +22,7 @@ from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layouts.choice import LayoutChoice
 from shardload.layouts.collectives import device_id
 from shardload.layouts.model_variables import all_variables
+from shardload.reports.markup import ShownAsText
 from shardload.sharding.layout import Bounds, Layout
 from shardload.units import plural
 
@@ -129,7 +130,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class SetupReport:
+class SetupReport(ShownAsText):
     """Whether a model on a mesh has its planned shards and right outputs; ``bool(report)``: every check passed."""
 
     checks: tuple[Check, ...]

@@ -30,6 +30,7 @@ from shardload.layout_search.plan_parts import (
     PlannedVariable,
 )
 from shardload.layout_search.plan_pictures import PlanPicture, variable_rows
+from shardload.reports.markup import picture_html
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import local_target
@@ -203,6 +204,11 @@ class LayoutPlan:
 
     def __str__(self) -> str:
         return self.summary()
+
+    def _repr_html_(self) -> str:
+        """Return the picture as HTML, which a notebook shows instead of the plan."""
+        # As an image, so that its style is no style of the notebook.
+        return picture_html(self.to_svg(), f"Layout plan of {self.model} on {self.mesh}")
 
     # ---- comparing, saving, exporting ------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.recomputation import Recompute
 from shardload.keras_bridge.variables import has_value, numbered, sharding_of, value_of
 from shardload.layouts.model_variables import LARGE_BYTES, all_variables, nbytes
+from shardload.reports.markup import preformatted
 from shardload.sharding.devices import MeshDevices, resolve_devices
 from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
@@ -159,6 +160,9 @@ class LayoutChoice:
         """Path of each variable → why it has its layout. Of several with one path, the second is ``PATH#2``, …."""
         variables = self.variables
         return dict(zip(numbered(v.path for v in variables), (v.rule for v in variables), strict=True))
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.summary())
 
     def summary(self) -> str:
         """Return a few lines of text: number of split variables, bytes per device, fallbacks, and unused mesh axes."""

@@ -26,6 +26,7 @@ from shardload.keras_bridge import optimizer_slots
 from shardload.keras_bridge.binding import binding_of, forget_compiled
 from shardload.keras_bridge.optimizer_slots import SlotSpread, place_slot, variable_layout
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.reports.markup import ShownAsText
 from shardload.sharding.layout import Layout, why_not_spread
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import check_kind, format_bytes, plural
@@ -183,7 +184,7 @@ class SlotLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotReport:
+class SlotReport(ShownAsText):
     """What `shardload.shard_optimizer` did to the slots of one optimizer."""
 
     optimizer: str

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardload.reports import printable
+from shardload.reports.markup import ShownAsText
 from shardload.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class CallReport:
+class CallReport(ShownAsText):
     """One call of ``from_preset``, ``load_model`` or ``load_weights`` that `shardload.fast` intercepted."""
 
     call: str
@@ -47,7 +47,7 @@ class CallReport:
         return printable("\n".join(lines), keep="\n")
 
 
-class FastReport:
+class FastReport(ShownAsText):
     """The calls that `shardload.fast` has handled so far; each call adds an entry when it ends."""
 
     def __init__(self) -> None:
@@ -78,10 +78,6 @@ class FastReport:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.calls)) or "Nothing was loaded."
-
-    def _repr_html_(self) -> str:
-        """Return the report's text as HTML, which a notebook shows instead of the report."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         ours = sum(call.by == "shardload" for call in self.calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Sequence
 
@@ -20,6 +21,12 @@ def escaped(text: str) -> str:
     return html.escape(printable(text, keep="\n"))
 
 
+def picture_html(svg: str, alt: str) -> str:
+    """Return an SVG as an image in HTML; ``alt`` is its text alternative."""
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<img alt="{escaped(alt)}" src="data:image/svg+xml;base64,{data}">'
+
+
 def bar_svg(parts: Sequence[float], full: float, limit: float | None = None) -> str:
     """Return a bar as SVG; its numbers are in the text beside it. The policy of the page allows no style attributes."""
     drawn, begun = "", 0.0
@@ -32,6 +39,15 @@ def bar_svg(parts: Sequence[float], full: float, limit: float | None = None) -> 
     if limit is not None:
         drawn += f'<rect class="limit" x="{_FULL * limit / full - 6:.1f}" width="6" height="1"/>'
     return f'<svg viewBox="0 0 {_FULL} 1" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
+
+
+class ShownAsText:
+    """What notebooks show as its text: ``str(report)``, instead of its ``repr``."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 def preformatted(text: str) -> str:

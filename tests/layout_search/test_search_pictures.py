@@ -1,5 +1,6 @@
 """Plans as pictures and pages: memory against the limit and what is split where, in the terminal, as SVG and HTML."""
 
+import base64
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -123,3 +124,10 @@ def test_the_page_says_what_is_stored_split_only_and_lists_collectives_and_notes
     assert '<span class="axis a0 stored" title="stored split, gathered for use">' in page
     assert "1.500 ms for 3.0 MiB" in cells(page, "6 all-reduces over model")
     assert "<dt>Note</dt><dd>no &lt;cache&gt;</dd>" in page
+
+
+def test_a_notebook_shows_the_picture_with_a_text_alternative(plan):
+    shown = ElementTree.fromstring(plan._repr_html_().replace(">", "/>"))
+    assert shown.tag == "img" and shown.get("alt") == "Layout plan of lm <small> on batch=2,model=4"
+    kind, _, data = shown.get("src").partition(",")
+    assert kind == "data:image/svg+xml;base64" and base64.b64decode(data).decode() == plan.to_svg()

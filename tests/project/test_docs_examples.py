@@ -159,6 +159,12 @@ def test_stack_layers(gemma, here, capsys):
         assert a.sharding == b.sharding and (a == b).all()
 
 
+def test_load_in_a_notebook(gemma, here):
+    model = shardload.load(gemma["preset"])
+    run("docs/how-to/load-in-a-notebook.md", {"model": model, "shardload": shardload})
+    assert (here / "load.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
 def test_existing_programs(gemma, here, capsys):
     shutil.copytree(gemma["preset"], here / "gemma2")
     try:
