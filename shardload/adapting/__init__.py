@@ -81,7 +81,7 @@ def load_adapter(model: Any, adapter: AdapterLike, *, merge: bool = False) -> Ad
         SourceError: When the adapter contradicts itself.
         MismatchError: When it was trained on another model.
         UninitialisedError: When a weight of the model has no value.
-        UnsupportedError: When a setting of it is not known, the model cannot have it, or it has other LoRA values.
+        UnsupportedError: When the adapter has an unknown setting, or the model cannot have it or has other LoRA values.
     """
     model = plain_model(model)
     check_keras_model(model)

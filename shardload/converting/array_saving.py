@@ -109,7 +109,7 @@ def save_arrays(
         The report: how many tensors and bytes were written.
 
     Raises:
-        UsageError: When an argument is invalid, or a leaf is no array.
+        UsageError: When an argument is invalid, or a leaf is not an array.
         MismatchError: When an array does not fit its rule, padding is not zero, or a tensor would have gaps.
         UnsupportedError: When the format has no such dtype.
         UninitialisedError: When an array was deleted or donated.

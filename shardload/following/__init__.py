@@ -86,11 +86,11 @@ def follow(
         model: A built Keras model, with or without values.
         source: The folder of the steps, or its address: in a bucket, or on an HTTP server such as `shardload serve`.
         which: ``"latest"``, or ``"best"`` by the metric that the trainer monitors.
-        every_s: Least seconds between two looks for a new step. With 0, each `Follower.update` looks.
+        every_s: Least seconds between two checks for a new step. With 0, each `Follower.update` checks.
         host_memory_bytes: As for `load_weights`.
 
     Raises:
-        UsageError: If an argument is of the wrong kind, or the model is none.
+        UsageError: If an argument is of the wrong kind, or ``model`` is not a Keras model.
         UnsupportedError: If the source is at an address that steps are not read from.
     """
     return Follower(model, source, which=which, every_s=every_s, host_memory_bytes=host_memory_bytes)

@@ -59,7 +59,7 @@ def cache(directory: str | os.PathLike[str] | None, *, size: int | str = DEFAULT
 
     Raises:
         UsageError: When the folder is a file, belongs to another user or can be written to by others, or the size is
-            no number of bytes.
+            not a number of bytes.
     """
     found = None if directory is None else _opened(directory, size, argument="size")
     with _choices:
