@@ -27,6 +27,7 @@ app = typer.Typer(
 
     0 done, 1 failed, 2 usage, 130 interrupted, 141 stdout closed early, 143 SIGTERM, 129 SIGHUP
     """,
+    epilog="`shardload COMMAND --help` shows the options of a command.",
     rich_markup_mode=None,
     # Exceptions belong to `shardload.cli.main`, which reports them in one paragraph.
     pretty_exceptions_enable=False,
@@ -71,6 +72,18 @@ def without_command(
         raise typer.Exit(2)
 
 
+def _with_examples_on_lines(text: str) -> str:
+    """Return a help text whose examples are not joined into paragraphs and wrapped, so that they can be copied."""
+    begin, found, rest = text.partition("Examples:\n")
+    if not found:
+        return text
+    lines = rest.strip().splitlines()
+    examples = [line for line in lines if line.startswith("$ ")]
+    others = "\n".join(line for line in lines if not line.startswith("$ ")).strip()
+    unwrapped = "\n".join(f"  {line}" for line in examples)
+    return f"{begin}\b\nExamples:\n{unwrapped}\n\n{others}"
+
+
 def command() -> Any:
     """Return the command tree as one function, which parses the arguments and runs the command that they name."""
     tree: Any = typer.main.get_command(app)
@@ -79,6 +92,7 @@ def command() -> Any:
     for each in (tree, *tree.commands.values(), *nested):
         # The parameter --help is created here, once, with the names that this context has.
         context = typer.Context(each, help_option_names=_HELP)
+        each.help = _with_examples_on_lines(each.help or "")
         for parameter in each.get_params(context):
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""

@@ -68,10 +68,6 @@ def load(
 ) -> None:
     """Load a checkpoint onto a mesh and report what went where.
 
-    With --distributed, processes that one launcher started (srun, mpirun) load together. With --num-processes, run the
-    same command in each process, with its own --process-id. Each process reads what its devices need, or, as --replicas
-    says, each byte is read by one process; process 0 reports for all.
-
     Examples:
     $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
@@ -80,6 +76,10 @@ def load(
     $ shardload load gemma3_270m --mesh 1x8 --quantize int8 --prompt "The capital of France is"
 
     $ shardload load ./gemma-2-2b --adapter ./my-lora --mesh 1x8
+
+    With --distributed, processes that one launcher started (srun, mpirun) load together. With --num-processes, run the
+    same command in each process, with its own --process-id. Each process reads what its devices need, or, as --replicas
+    says, each byte is read by one process; process 0 reports for all.
     """
     # What the options alone can say is wrong comes first, before seconds of imports.
     spec, which = options.mesh_option(mesh, axes, layout), options.step(step)
@@ -237,7 +237,7 @@ def plan(
     no_progress: options.NoProgress = False,
     log_json: options.LogJson = False,
 ) -> None:
-    """Say what a load would do, or plan layouts, without reading tensors.
+    """Plan a load, or search for layouts, without reading tensors.
 
     No device is needed: the mesh may be larger than this machine. No weights are needed either: the name of an
     architecture (see `shardload sources`) or a config.json is enough.

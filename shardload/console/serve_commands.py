@@ -128,7 +128,7 @@ def serve(
     peer: _Peer = None,
     pin: _Pin = None,
 ) -> None:
-    """Serve checkpoints over HTTP, so that other processes and machines load them from here.
+    """Serve checkpoints over HTTP to other processes and machines.
 
     A checkpoint's address is that of the server with its path below the folder: http://host:8600/gemma2_9b. Only files
     of checkpoints are served. What is at other addresses is fetched once, and kept in the folder of --cache. Each

@@ -99,6 +99,16 @@ def test_a_wrong_command_line_is_refused(words):
         parse(words)
 
 
+@pytest.mark.parametrize("name", command().commands)
+def test_examples_in_the_help_are_accepted_and_on_lines_of_their_own(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, printed = on_terminal([name, "--help"])
+    examples = [line for line in printed if line.startswith("    $ ")]
+    assert code == 0 and examples and sum("$ " in line for line in printed) == len(examples)
+    for words in (words for line in examples for words in calls(line.strip().removeprefix("$ "))):
+        parse(words)
+
+
 def test_files_of_the_repository_that_commands_name_exist():
     named = {word for one in SHOWN for word in re.findall(r"(?<!\S)(?:tests|examples|benchmarks)/\S+", one.line)}
     assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
