@@ -30,6 +30,7 @@ RECIPES = [
     "train-on-kubernetes",
     "load-on-a-tpu-pod",
     "load-on-slurm",
+    "train-on-slurm",
     "two-machines",
     "load-in-a-notebook",
 ]
@@ -361,7 +362,7 @@ def training_script(name):
 
 
 def test_both_training_scripts_differ_only_in_how_they_connect():
-    slurm, kubernetes = map(training_script, ["load-on-slurm", "train-on-kubernetes"])
+    slurm, kubernetes = map(training_script, ["train-on-slurm", "train-on-kubernetes"])
     after = [text.partition("import shardload")[2].partition('"gs://BUCKET/run"') for text in (slurm, kubernetes)]
     assert after[1][1] and after[0][0].replace("s3://", "gs://") == "".join(after[1])
     compile(kubernetes, "train.py", "exec")
@@ -386,14 +387,14 @@ def train_on_slurm(commands, tmp_path, monkeypatch):
             (commands / name).write_text(text)
             (commands / name).chmod(0o755)
         (tmp_path / "my_training.py").write_text(training)
-        batch = scripts("load-on-slurm")[1].replace("/local/", f"{tmp_path}/local/")
+        batch = scripts("train-on-slurm")[0].replace("/local/", f"{tmp_path}/local/")
         with bucket(tmp_path / "bucket", monkeypatch) as server:
             smaller = {
                 "s3://BUCKET": server.s3,
                 "global_batch_size=512": "global_batch_size=32",
                 "save_freq=500": "save_freq=20",
             }
-            train = training_script("load-on-slurm")
+            train = training_script("train-on-slurm")
             for old, new in smaller.items():
                 assert old in train
                 train = train.replace(old, new)
@@ -419,7 +420,7 @@ def test_a_preempted_slurm_job_is_queued_again_and_continues(train_on_slurm, tmp
 
 @pytest.mark.slow
 def test_a_slurm_job_saves_the_end_of_training_and_is_not_queued_again(train_on_slurm, tmp_path):
-    assert "repeat(1000)" in TRAINING and "epochs=10" in training_script("load-on-slurm")
+    assert "repeat(1000)" in TRAINING and "epochs=10" in training_script("train-on-slurm")
     short = TRAINING.replace(".repeat(1000)", "").replace("random((256", "random((224")  # 7 batches in an epoch
     (run,), (steps,) = train_on_slurm(PREEMPTING_SRUN.replace("kill -TERM $!\n", ""), short, 1)
     assert run.returncode == 0, run.stdout + run.stderr
