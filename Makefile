@@ -26,7 +26,7 @@ SCHEMATHESIS := .cache/schemathesis
 BROWSER := .cache/browser
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser soak nightly check lint types docs charts pictures wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills faults models folders wheels moto schemathesis browser soak nightly check lint types docs charts pictures screenshots wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -136,6 +136,11 @@ charts: $(STAMP)  ## docs/charts/ again, from the numbers in docs/performance-*.
 
 pictures: $(STAMP)  ## docs/pictures/: terminals again, from runs of the commands that they show
 	$(BIN)/python -m benchmarks.pictures
+
+screenshots: $(STAMP)  ## docs/pictures/: pages of --html, from runs, in Chromium, which must be installed (60 MB of downloads)
+	$(PYTHON) -m venv $(BROWSER)
+	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check "playwright>=1.65,<2" "axe-playwright-python>=0.1.8,<0.2"
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BROWSER)/bin/python tests/support/report_screenshots.py docs/pictures
 
 wheel:  ## build sdist and wheel into dist/, and try the wheel in an empty environment
 	PYTHON=$(PYTHON) .ci/try-wheel
