@@ -1,4 +1,4 @@
-"""What SECURITY.md says about code, held against the code of the package."""
+"""What the pages about security say about code, held against the code of the package."""
 
 import ast
 import inspect
@@ -10,7 +10,7 @@ from shardload import loading
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "shardload").rglob("*.py"))
-PROMISES = (ROOT / "SECURITY.md").read_text()
+PROMISES = [(ROOT / page).read_text() for page in ("SECURITY.md", "docs/explanation/security.md")]
 RUNS_WHAT_IT_READS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"}
 
 
@@ -38,9 +38,18 @@ def test_no_module_runs_code_that_it_reads(path):
 def test_safe_mode_is_on_unless_the_caller_turns_it_off():
     assert inspect.signature(loading.load).parameters["safe_mode"].default is True
     assert loading.LoadRequest(source="").safe_mode is True
-    assert "`safe_mode=True`" in PROMISES
+    assert all("`safe_mode=True`" in page for page in PROMISES)
 
 
-def test_the_page_says_how_to_report_and_names_the_errors():
-    assert "security/advisories/new" in PROMISES
-    assert all(name in PROMISES for name in ("ShardloadError", "SourceError", "UnsafeSourceError"))
+def test_the_pages_say_how_to_report_and_name_the_errors():
+    summary, page = PROMISES
+    assert "security/advisories/new" in summary and "SECURITY.md#report-a-vulnerability" in page
+    for name in ("ShardloadError", "SourceError", "UnsafeSourceError"):
+        assert name in summary and name in page
+
+
+def test_the_page_has_the_words_that_people_search_for():
+    page = PROMISES[1].lower()
+    assert {
+        word for word in ("malicious", "vulnerability", "untrusted", "security", "attacker") if word not in page
+    } == set()
