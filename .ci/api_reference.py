@@ -45,6 +45,14 @@ def _forget_fields(found: griffe.Class) -> None:
         found.members.pop("__init__", None)
 
 
+def _know_errors(member: griffe.Object) -> None:
+    """Let the module know the errors under ``Raises``, so that each is a link, imported or not."""
+    raises = member.docstring.value.partition("\nRaises:\n")[2]
+    for name in re.findall(r"^ {4}(\w+):", raises, re.MULTILINE):
+        if name in BY_END and name not in member.module.members:
+            member.module.set_member(name, griffe.Alias(name, BY_END[name], parent=member.module))
+
+
 class ApiReference(griffe.Extension):
     """See the module."""
 
@@ -54,10 +62,11 @@ class ApiReference(griffe.Extension):
         self._walk(pkg)
 
     def _walk(self, parent: griffe.Module | griffe.Class) -> None:
-        for member in parent.members.values():
+        for member in list(parent.members.values()):
             if member.is_alias:
                 continue
             if member.docstring is not None:
+                _know_errors(member)
                 member.docstring.value = linked(member.docstring.value)
             if member.is_function:
                 for parameter in member.parameters:

@@ -15,15 +15,13 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from shardload.errors import UsageError
 from shardload.units import check_kind, plural
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dim of a tensor or an array, the named dims that it consists of, the slowest first: ``(heads head)``."""
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 
 
@@ -65,10 +63,10 @@ class StoredAs:
     tensors: str | Sequence[str]
     dims: str | None = None
     along: str | None = None
-    sizes: Mapping[str, int | Sequence[int]] = field(default_factory=lambda: _NOTHING)
-    indices: Mapping[str, Sequence[int]] = field(default_factory=lambda: _NOTHING)
-    take: Mapping[str, int | slice] = field(default_factory=lambda: _NOTHING)
-    pad: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
+    sizes: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    indices: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    take: Mapping[str, int | slice] = field(default_factory=dict)
+    pad: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_kind("tensors", self.tensors, str | Sequence, "the name of a tensor, or several")

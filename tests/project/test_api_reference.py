@@ -36,3 +36,13 @@ def test_a_constant_is_replaced_by_its_value(package):
 def test_only_what_users_make_has_a_constructor(package):
     assert "__init__" not in package["reports.PlanReport"].members
     assert "__init__" in package["pipeline.stored_as.StoredAs"].members
+
+
+def test_every_error_that_a_function_raises_is_a_link(package):
+    raises = package["pipeline.arrays.load_arrays"].docstring.parse("google")[-1]
+    assert raises.kind == griffe.DocstringSectionKind.raises
+    assert {error.annotation.canonical_path.rpartition(".")[0] for error in raises.value} == {"shardload.errors"}
+
+
+def test_a_default_is_what_users_would_write(package):
+    assert str(package["pipeline.stored_as.StoredAs"].parameters["sizes"].default) == "dict()"
