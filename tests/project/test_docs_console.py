@@ -119,6 +119,7 @@ def test_files_of_the_repository_that_commands_name_exist():
 NOT_RUN = {
     r"^make ": "makes an environment first; test_docs.py compares the targets with those of the Makefile",
     r"\bpip install": "installs packages",
+    r"^git clone ": "needs a network",
     r"^python3? -m venv": "makes an environment",
     r"^(\.\./)?\.venv/|^cd tests$": "runs tests, or a tool of the tests",
     r"^kubectl ": "needs a cluster",
