@@ -8,13 +8,16 @@ import keras
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import shardload
 from shardload.errors import MismatchError, SourceNotFoundError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "load-plain-orbax.md").read_text()
-SAVE, LOAD = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SAVE_NNX, LOAD_NNX, TRAIN_NNX, SAVE, LOAD = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
+"""Set before the first test; JAX takes it once."""
 NOTE = "not saved by shardload: unverified, as it has no digests"
 
 
@@ -24,8 +27,7 @@ def page(tmp_path):
     found = {}
 
     def run(code):
-        assert "/runs/mlp" in code
-        exec(code.replace("/runs/mlp", str(tmp_path / "mlp")), found)  # our own page
+        exec(code.replace("/runs/mlp", str(tmp_path / "mlp")).replace(DEVICES, ""), found)  # our own page
         return found
 
     return run
@@ -44,6 +46,18 @@ def test_the_page(page, capsys):
     assert_loaded(found["model"], found["tree"])
     assert found["report"].notes == (NOTE,) and NOTE in PAGE
     assert NOTE in capsys.readouterr().out
+
+
+def test_a_tree_of_nnx_with_the_state_of_optax(page, capsys):
+    page(SAVE_NNX)
+    found = page(LOAD_NNX)
+    saved, loaded = found["saved"], found["state"]
+    assert jax.tree.structure(saved) == jax.tree.structure(loaded)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, saved, loaded)))
+    assert loaded["optimizer"][0].mu["hidden"]["kernel"][...].sharding.spec == P(None, "model")
+    page(TRAIN_NNX)
+    printed = capsys.readouterr().out.strip()
+    assert printed and f"# {printed}\n" in TRAIN_NNX
 
 
 def manager(tree, path):
