@@ -1,7 +1,7 @@
 """Bearer tokens for HTTP servers, from the file that the environment variable SHARDLOAD_TOKENS names.
 
     # one line per server: its address, a space, its token
-    https://host:8600 s3cr3t
+    https://host:8600 EXAMPLE-k3v9Zt0sWq7LmB2x
 
 A token is sent to the server of its line alone: to the same scheme, host and port, not to others to which it redirects.
 Only the user, and the file's group, may be able to read the file. An error names file and line, but shows nothing of
