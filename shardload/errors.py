@@ -98,7 +98,7 @@ class ShardloadError(Exception):
         # IPython's own frames come before those of the cell.
         called = [frame for frame in outer if console not in frame.filename]
         lines = "".join(traceback.format_list(called)).splitlines()
-        return [*lines, f"{type(self).__name__}: {self}"]
+        return [*lines, f"{public_name(self)}: {self}"]
 
 
 class UsageError(ShardloadError, ValueError, TypeError):
@@ -294,11 +294,23 @@ _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SYSTEM = frozenset({*_LIMITS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
+def public_name(error: BaseException) -> str:
+    """Return the name of an error's class; of a class that shardload keeps to itself, of the closest public one.
+
+    Errors of Python and of other packages keep their names.
+    """
+    public = {globals()[name] for name in __all__}
+    package = __name__.partition(".")[0]
+    if isinstance(error, ShardloadError):
+        return next(cls.__name__ for cls in type(error).__mro__ if cls in public)
+    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__.partition(".")[0] != package)
+
+
 def reason_text(error: BaseException) -> str:
     """Return the text of another package's error for a message, without a period; of a `KeyError`, what is lacking."""
     if isinstance(error, KeyError):
         return f"the entry {error} is missing"
-    return (str(error) or type(error).__name__).rstrip(".")
+    return (str(error) or public_name(error)).rstrip(".")
 
 
 def is_of_system(error: BaseException) -> bool:

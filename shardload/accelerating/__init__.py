@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import keras
 
-from shardload.errors import DamagedError, ShardloadError, suggests_arguments
+from shardload.errors import DamagedError, ShardloadError, public_name, suggests_arguments
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.entry_points import (
@@ -326,7 +326,7 @@ def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
 def _error_text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
-    kind = type(error).__name__
+    kind = public_name(error)
     return text if isinstance(error, ShardloadError) and text else f"{kind}: {text}" if text else kind
 
 

@@ -21,7 +21,7 @@ from typing import TextIO
 from typer.exceptions import TyperException
 
 from shardload.console import streams
-from shardload.errors import WAYS_OUT, LimitError, MissingExtraError, ShardloadError, UsageError, errno_of
+from shardload.errors import WAYS_OUT, LimitError, MissingExtraError, ShardloadError, UsageError, errno_of, public_name
 from shardload.interrupts import message_of, signal_of
 from shardload.reports import printable
 
@@ -41,7 +41,7 @@ class Failure:
 
     exit_code: int
     kind: str
-    """Name of the exception's class, which ``--json`` reports as ``type``."""
+    """Name of a public class of the exception, which ``--json`` reports as ``type``."""
     message: str
     """What went wrong, in one paragraph; empty if stdout was closed by its reader, who would not see it."""
 
@@ -70,7 +70,9 @@ def failure_of(error: BaseException) -> Failure:
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     if notes and message and message[-1] not in ".!?:":
         message += "."
-    return Failure(code, type(error).__name__, printable(" ".join([message, *notes]).strip(), keep="\n"))
+    # A wrong command line is a wrong call; typer's classes are no part of what shardload promises.
+    kind = UsageError.__name__ if isinstance(error, TyperException) else public_name(error)
+    return Failure(code, kind, printable(" ".join([message, *notes]).strip(), keep="\n"))
 
 
 def _code_and_message(error: BaseException) -> tuple[int, str]:
@@ -115,7 +117,7 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
     if "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"A device ran out of memory: {_one_line(error)} " + _LESS_MEMORY
     return 1, (
-        f"Unexpected {type(error).__name__}: {_one_line(error)} This is a bug in shardload or in a library under it. "
+        f"Unexpected {public_name(error)}: {_one_line(error)} This is a bug in shardload or in a library under it. "
         f"Run the command again with {_TRACEBACK_VARIABLE}=1 to see where it happened, and report it together with "
         "that output."
     )
@@ -129,7 +131,7 @@ _LESS_MEMORY = (
 
 def _os_error(error: OSError) -> str:
     if error.errno is None:
-        return f"{type(error).__name__}: {_one_line(error)}"
+        return f"{public_name(error)}: {_one_line(error)}"
     where = f": {error.filename}" if error.filename is not None else ""
     advice = f" {WAYS_OUT[error.errno]}." if error.errno in WAYS_OUT else ""
     return f"{error.strerror}{where}.{advice}"

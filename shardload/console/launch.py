@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardload.errors import MeshError, MissingExtraError
+from shardload.errors import MeshError, MissingExtraError, public_name
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
@@ -223,7 +223,7 @@ class Processes:
                     heartbeat_timeout_seconds=_DEAD_S,
                 )
             except Exception as error:  # JAX, MPI and the client of Kubernetes have many classes
-                raise _not_connected(self, f"{type(error).__name__}: {error}") from error
+                raise _not_connected(self, f"{public_name(error)}: {error}") from error
         # Imported late, because it imports JAX.
         from shardload import processes
         from shardload.processes.exit_reasons import exit_recorder

@@ -15,7 +15,6 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardload.errors import WriteError
-from shardload.interrupts import Terminated, message_of
+from shardload.interrupts import message_of
 from shardload.reports import printable
 from shardload.stores import local
 
@@ -56,8 +55,7 @@ class Results:
         # os.write, because the main thread may hold the locks of Python's streams.
         with contextlib.suppress(OSError):
             if as_json:
-                kind = KeyboardInterrupt if number == signal.SIGINT else Terminated
-                error = {"type": kind.__name__, "message": message, "exit_code": 128 + number}
+                error = {"type": KeyboardInterrupt.__name__, "message": message, "exit_code": 128 + number}
                 os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
             # Erase the progress bar and show the cursor again.
             clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""

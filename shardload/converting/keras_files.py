@@ -24,7 +24,7 @@ from shardload.converting.companions import CONFIG_ENTRY, STATE, TRANSFORMERS, c
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
-from shardload.errors import UnsupportedError, is_of_system
+from shardload.errors import UnsupportedError, is_of_system, public_name
 from shardload.keras_bridge.extra_state import assets_of
 from shardload.keras_bridge.layer_settings import serialised_with_attributes, with_dtype
 from shardload.keras_bridge.model_state import own_layers
@@ -159,7 +159,7 @@ def file(
     except Exception as error:  # of any kind: a live model's own get_config, or none
         if not source.is_live or is_of_system(error):
             raise
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        why = str(error).strip().partition("\n")[0] or public_name(error)
         notes += (f"{stem}.json was not written, because Keras cannot describe this model: {why}",)
     undescribed = None if sidecars else f"{stem}.json"
     others = [*source.companions.keras, *(set(source.companions.transformers) - {"config.json"})]

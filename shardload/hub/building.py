@@ -34,6 +34,7 @@ from shardload.errors import (
     UninitialisedError,
     UnsupportedError,
     import_failure,
+    public_name,
 )
 from shardload.families.registry import model_type_of
 from shardload.hub import config_forms, fidelity, kerashub, quantised
@@ -344,7 +345,7 @@ def _first(error: Exception) -> str:
     if rest and first.endswith(":"):  # Keras announces the cause, which is the next paragraph
         first = f"{first} {rest[0]}"
     first = first.partition(" Full object config: ")[0]
-    return first[:_SHOWN].rstrip(".") or type(error).__name__
+    return first[:_SHOWN].rstrip(".") or public_name(error)
 
 
 def _advice(manifest: Manifest, error: Exception) -> str:

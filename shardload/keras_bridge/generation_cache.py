@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from shardload.errors import UnsupportedError
+from shardload.errors import UnsupportedError, public_name
 
 _FILL = "call_with_cache"
 
@@ -49,7 +49,7 @@ def cached_arrays(model: Any, *, rows: int, tokens: int) -> tuple[CachedArray, .
         found, wider, longer = (_built(model, *of) for of in ((rows, tokens), (rows + 1, tokens), (rows, tokens + 1)))
     # Any exception: this is KerasHub's code, and may need inputs that are not here.
     except Exception as error:
-        raise UnsupportedError(f"{name} builds its cache from more than token ids ({type(error).__name__})") from error
+        raise UnsupportedError(f"{name} builds its cache from more than token ids ({public_name(error)})") from error
     return tuple(
         CachedArray(one.shape, one.dtype.itemsize, _changed(one, other), _heads(one, _changed(one, long)))
         for one, other, long in zip(found, wider, longer, strict=True)

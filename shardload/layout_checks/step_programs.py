@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from shardload.errors import ShardloadError, UninitialisedError, UsageError
+from shardload.errors import ShardloadError, UninitialisedError, UsageError, public_name
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.binding import MeshParallel
 from shardload.keras_bridge.calls import run_forward, scaled_loss, stateless
@@ -161,7 +161,7 @@ def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
             raise
         except Exception as error:
             shapes = input_summary(given) or "None"
-            raise UsageError(f"Cannot {doing}{shapes}: {type(error).__name__}: {reason_of(error)}") from error
+            raise UsageError(f"Cannot {doing}{shapes}: {public_name(error)}: {reason_of(error)}") from error
 
     return called
 

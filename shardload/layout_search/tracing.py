@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardload.errors import LayoutError
+from shardload.errors import LayoutError, public_name
 from shardload.keras_bridge.calls import arguments_of_call, stateless
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.layer_layouts import call_of_name, marked_calls
@@ -190,7 +190,7 @@ def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mappin
     # Of any kind: the trace runs the user's own call.
     except Exception as error:
         raise LayoutError(
-            f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: {type(error).__name__}: "
+            f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: {public_name(error)}: "
             f"{reason_of(error)}. {_VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else _OTHER_INPUTS}"
         ) from error
     blocks = {layer.name: kind for kind, layers in block_kinds(model).items() for layer in layers}

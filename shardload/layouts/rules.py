@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import keras
 from jax.sharding import PartitionSpec
 
-from shardload.errors import LayoutError, UsageError
+from shardload.errors import LayoutError, UsageError, public_name
 from shardload.keras_bridge.distributions import variable_axes
 from shardload.layouts import model_variables
 from shardload.layouts.choice import VariableLayout
@@ -300,7 +300,7 @@ def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
             answer = {name: _as_dims(dims) for name, dims in rule(layer).items()}
         except Exception as error:  # of any kind: the rule is the user's code
             raise LayoutError(
-                f"{title} failed: {type(error).__name__}: {error}. A rule returns {{variable name: (dim, …)}}"
+                f"{title} failed: {public_name(error)}: {error}. A rule returns {{variable name: (dim, …)}}"
             ) from error
         for name, dims in answer.items():
             if name not in named:

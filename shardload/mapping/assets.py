@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardload.errors import SourceError, UnsafeSourceError
+from shardload.errors import SourceError, UnsafeSourceError, public_name
 from shardload.keras_bridge.extra_state import has_empty_vocabulary, is_empty_vocabulary, unadapted_layers
 from shardload.keras_bridge.saving import load_layer_assets as load_keras_assets
 from shardload.keras_bridge.saving import objects_with_files
@@ -69,7 +69,7 @@ def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
             continue
         # They may belong to values that steps of earlier versions lack: the weights of a vocabulary (``tf_idf``).
         lacking = unstored_hook(model, layer, stored_values(manifest)) if spec_of(manifest).is_step else None
-        why = lacking or f"{type(error).__name__}: {error}"
+        why = lacking or f"{public_name(error)}: {error}"
         raise SourceError(
             f"Cannot load the files that {layer!r} saved in {manifest.source}: {why}. Build the "
             "model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
@@ -105,7 +105,7 @@ def restore_assets(
         try:
             layer.load_assets(str(folder / source))
         except Exception as error:  # of any kind: this may be a user's hook
-            notes.append(f"{what} were not loaded: load_assets raised {type(error).__name__}: {error}")
+            notes.append(f"{what} were not loaded: load_assets raised {public_name(error)}: {error}")
             continue
         if had_files:
             notes.append(f"{what} differed from the stored ones, which replaced them, as the weights belong to them")

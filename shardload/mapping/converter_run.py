@@ -28,6 +28,7 @@ from shardload.errors import (
     SourceError,
     UnsupportedError,
     import_failure,
+    public_name,
 )
 from shardload.families.parts.config import Config
 from shardload.families.registry import model_type_of, model_types
@@ -231,7 +232,7 @@ def record(run: Run) -> Recording:
         name, target = run.function.__module__.rpartition(".")[2], type(run.target).__name__
         raise MismatchError(
             f"Cannot convert {run.manifest.source} to {target} with KerasHub's {name}: "
-            f"{str(error)[:200] or type(error).__name__}. If config.json does not match the tensors, correct "
+            f"{str(error)[:200] or public_name(error)}. If config.json does not match the tensors, correct "
             f"config.json. Otherwise KerasHub's {target} cannot represent this model: load it into a model of your "
             "own with shardload.load_weights(model, source)"
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import SourceError
+from shardload.errors import SourceError, public_name
 from shardload.keras_bridge.extra_state import (
     keys_besides_variables,
     load_values,
@@ -131,7 +131,7 @@ def load_stored_values(model: Any, manifest: Manifest, *, strict: bool) -> tuple
         try:
             load_values(objects[path], found)
         except Exception as error:  # of any kind: this is a user's hook
-            why = f"load_own_variables of {type(objects[path]).__name__} raised {type(error).__name__}: {error}"
+            why = f"load_own_variables of {type(objects[path]).__name__} raised {public_name(error)}: {error}"
             if strict:
                 raise SourceError(
                     f"Cannot load {what}, from {manifest.source}: {why}. Pass strict=False (--no-strict) to leave "

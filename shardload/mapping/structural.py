@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from shardload.errors import public_name
 from shardload.keras_bridge.hub_imports import backbone_of, held_backbone
 from shardload.keras_bridge.model_state import own_layers, state_of
 from shardload.keras_bridge.recording import without_computing
@@ -211,5 +212,5 @@ def _mismatches(visit: Visit) -> list[Mismatch]:
     name = own[0].path if own else visit.path
     what = f"Cannot load {type(visit.saveable).__name__} at {visit.path!r} from the checkpoint"
     tensor = next((t.name for t in visit.tensors.values()), "")
-    error = str(visit.error) or type(visit.error).__name__
+    error = str(visit.error) or (public_name(visit.error) if visit.error is not None else "")
     return [Mismatch(name, tensor, None, None, f"{what}: {error}")]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shardload.errors import ShardloadError, UnsupportedError
+from shardload.errors import ShardloadError, UnsupportedError, public_name
 from shardload.keras_bridge.compiled_steps import LoweredStep, build_for_training, has_derived_values, lower_step
 from shardload.keras_bridge.recording import InThread
 from shardload.mapping.layer_hooks import has_keras_hook
@@ -102,5 +102,5 @@ class Warming:
             yield
         # Of any kind: tracing runs the user's code, and the load itself is fine.
         except Exception as error:
-            reason = str(error) if isinstance(error, ShardloadError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, ShardloadError) else f"{public_name(error)}: {error}"
             self._notes.append(f"not compiled during the load: {name}: {reason:.300}")

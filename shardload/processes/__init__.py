@@ -24,7 +24,7 @@ import jax
 from jax._src import distributed as _distributed
 
 from shardload import errors
-from shardload.errors import MismatchError, ProcessLostError, SaveError, ShardloadError
+from shardload.errors import MismatchError, ProcessLostError, SaveError, ShardloadError, public_name
 from shardload.processes.heartbeats import RETURN_S, Heartbeat, first_line
 
 _T = TypeVar("_T")
@@ -316,7 +316,7 @@ def post(key: str, word: Word) -> None:
 
 def error_word(error: BaseException) -> Word:
     """Return the message that tells other processes about an error of this one, so that they can raise it, too."""
-    word = {"error": str(error), "kind": type(error).__name__, "errno": getattr(error, "errno", None)}
+    word = {"error": str(error), "kind": public_name(error), "errno": getattr(error, "errno", None)}
     # Fields of an error that other processes need besides its class.
     fields = {name: getattr(error, name) for name in ("problem", "other_arguments") if hasattr(error, name)}
     return word | {"in_order": getattr(error, "in_order", False), **fields}

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from shardload import processes
-from shardload.errors import DisagreementError, LoadInterruptedError, ProcessFailedError, ProcessLostError
+from shardload.errors import DisagreementError, LoadInterruptedError, ProcessFailedError, ProcessLostError, public_name
 from shardload.processes import Channel, Word, agreement, parcels
 from shardload.processes.exit_reasons import exit_recorder
 from shardload.progress import Progress
@@ -317,7 +317,7 @@ def _rank(word: Word) -> int:
 def _with_note(error: Any, own: BaseException) -> Any:
     """Return ``error``, the cause, with a note about ``own``, the error that this process raised."""
     if str(own) not in str(error):
-        error.add_note(f"On this process: {type(own).__name__}: {own}")
+        error.add_note(f"On this process: {public_name(own)}: {own}")
     return error
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from shardload.errors import MissingExtraError, SourceNotFoundError
+from shardload.errors import MissingExtraError, SourceNotFoundError, public_name
 from shardload.loaders.contents import part_number, pattern_of
 from shardload.stores.local import any_home, home
 from shardload.stores.location import Location
@@ -227,7 +227,7 @@ def _require_network(url: str, handle: str, *, verb: str = "download") -> None:
 
 def _refused(handle: str, error: Exception, *, verb: str = "download") -> str:
     # Errors of the hubs go on for several lines, with advice for their own tools; the first line has the status.
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = (str(error).strip().splitlines() or [public_name(error)])[0]
     return f"Cannot {verb} {handle}: {first}. For a gated model, accept its terms and log in with a token"
 
 

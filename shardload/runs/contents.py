@@ -21,7 +21,14 @@ import keras
 import numpy as np
 
 from shardload import processes
-from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UsageError, require_callable_with
+from shardload.errors import (
+    DamagedError,
+    SourceError,
+    SourceNotFoundError,
+    UsageError,
+    public_name,
+    require_callable_with,
+)
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.extra_state import assets_of, unadapted_layers, with_own_hooks
 from shardload.keras_bridge.layer_settings import serialised_with_attributes
@@ -187,7 +194,7 @@ class Contents:
             yield "model_config", {"config": serialised_with_attributes(model)}
         except Exception as error:  # Keras runs the get_config of every layer
             self._warn(
-                f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
+                f"The model's configuration cannot be saved ({public_name(error)}: {error}), so "
                 "keras.saving.load_model cannot rebuild it; its state is saved."
             )
         if not self._state.left_out and (assets := assets_of(model)) is not None:

@@ -35,6 +35,7 @@ from shardload.errors import (
     SourceError,
     SourceNotFoundError,
     UnsupportedError,
+    public_name,
 )
 from shardload.interrupts import Worker, defer_interrupt
 from shardload.loaders.orbax import saving as orbax_writer
@@ -431,7 +432,7 @@ def _as_failure(error: BaseException, job: SaveJob, staging: AnyStaging) -> Shar
 
 
 def _after_failed(error: BaseException, step: int, path: Place) -> ShardloadError:
-    what = str(error) if isinstance(error, ShardloadError) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, ShardloadError) else f"{public_name(error)}: {error}"
     made = SaveError(f"Step {step} is saved in {path}, but a task after the save failed: {what}")
     made.__cause__ = error
     return made

@@ -29,7 +29,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shardload.errors import ShardloadError
+from shardload.errors import ShardloadError, public_name
 from shardload.serving.announcing import Announcing
 from shardload.serving.handing import Handing
 from shardload.serving.jobs.queue import Jobs
@@ -238,7 +238,7 @@ class Service:
             cut_off(request.transport, error)  # a client must not take what it has for all
             raise
         except Exception as error:  # aiohttp reports it, and `shardload.serving.noise` counts it
-            status, problem = 500, type(error).__name__
+            status, problem = 500, public_name(error)
             raise
         finally:
             self.metrics.running.dec()

@@ -10,6 +10,7 @@ import traceback
 
 from aiohttp.http_exceptions import HttpProcessingError
 
+from shardload.errors import public_name
 from shardload.serving.application import Service
 
 _LEFT = (ConnectionError, TimeoutError)
@@ -28,14 +29,14 @@ class _Lines(logging.Handler):
         match error:
             case HttpProcessingError():
                 # Its text quotes what was sent, and with that perhaps a token.
-                self._service.note_error("bad request", client, type(error).__name__)
+                self._service.note_error("bad request", client, public_name(error))
             case None:  # the end of a request that stalled
                 pass
             case _ if isinstance(error, _LEFT):
                 pass
             case _:
                 where = traceback.format_list(traceback.extract_tb(error.__traceback__)[-3:])
-                self._service.note_error("server", client, f"{type(error).__name__}: {error}\n{''.join(where)}")
+                self._service.note_error("server", client, f"{public_name(error)}: {error}\n{''.join(where)}")
 
 
 def server_log(service: Service) -> logging.Logger:

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote
 
-from shardload.errors import SourceNotFoundError, TransferError, WriteError
+from shardload.errors import SourceNotFoundError, TransferError, WriteError, public_name
 from shardload.stores.clients import certificates_file, endpoint_of
 from shardload.stores.tokens import TOKENS_VARIABLE, token_advice
 
@@ -187,7 +187,7 @@ class FailedTry:
             said = _IN_WORDS.get(cause, cause)
         else:
             words = _without(_REQUEST.sub("", sentence), secrets)
-            said = " ".join(words.split())[:CHARACTERS_SHOWN] or type(error).__name__
+            said = " ".join(words.split())[:CHARACTERS_SHOWN] or public_name(error)
             if _NO_STORE.search(said):  # of S3 and GCS each has an ETag and a time, or is XML
                 said += ": the answers are not those of an object store, but perhaps a web page to log in"
         is_connection = "reqwest" in details

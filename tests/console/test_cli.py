@@ -152,7 +152,15 @@ def test_a_usage_error_after_a_result_is_an_object_too(capfd):
     assert main(["sources", "--json"]) == 0
     capfd.readouterr()
     assert main(["sources", "--jsn", "--json"]) == 2
-    assert json.loads(capfd.readouterr().out)["error"]["type"] == "NoSuchOption"
+    assert json.loads(capfd.readouterr().out)["error"]["type"] == "UsageError"
+
+
+@pytest.mark.parametrize(
+    "wrong", [["sorces"], ["sources", "--jsn"], ["synth"], ["synth", "x", "y"], ["synth", "x", "--scale", "much"]]
+)
+def test_a_wrong_command_line_is_a_usage_error_for_programs(capfd, wrong):
+    assert main([*wrong, "--json"]) == 2
+    assert json.loads(capfd.readouterr().out)["error"]["type"] == "UsageError"
 
 
 def test_load_json_carries_generated_text(cli):
@@ -360,7 +368,7 @@ def test_other_signals_are_one_line_and_an_object(number, command):
     code, stdout, stderr = interrupted(SLOW.replace("plan", command), command, "x", "--json", number=number)
     message = f"Terminated by {number.name}."
     assert (code, stderr) == (128 + number, f"{message}\n")
-    assert json.loads(stdout) == {"error": {"type": "Terminated", "message": message, "exit_code": code}}
+    assert json.loads(stdout) == {"error": {"type": "KeyboardInterrupt", "message": message, "exit_code": code}}
 
 
 def test_an_ignored_signal_stays_ignored():

@@ -39,6 +39,7 @@ from shardload.errors import (
     TruncatedSourceError,
     UnsafeSourceError,
     UnsupportedError,
+    public_name,
 )
 from shardload.loaders.extents import check_shape
 from shardload.loaders.hdf5.structures import HARD, SOFT, Link, Strings, Structures, dense_links, has_dense_links
@@ -170,7 +171,7 @@ def reading(region: FileRegion) -> Iterator[Reader]:
             raise limited from error
         # libhdf5 has no error type for it, only the words "truncated file".
         kind = TruncatedSourceError if "truncated" in str(error) else SourceError
-        reason = str(error) or type(error).__name__
+        reason = str(error) or public_name(error)
         raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
 
 

@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardload.errors import WAYS_OUT, SaveError, UnsupportedError, UsageError, errno_of
+from shardload.errors import WAYS_OUT, SaveError, UnsupportedError, UsageError, errno_of, public_name
 from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted
 from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.loaders.orbax.ocdbt import BACKSLASH
@@ -390,7 +390,7 @@ def save_error(
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
-    reported = f"{type(cause).__name__}: {str(cause).rstrip('. ')}"
+    reported = f"{public_name(cause)}: {str(cause).rstrip('. ')}"
     room = f", for {format_bytes(needed_bytes)} of arrays" if needed_bytes and number in _ROOM else ""
     why = f"{os.strerror(number)}{room} ({reported})" if number else reported
     # Writers report a removed folder in many ways, often as an error of their own metadata.

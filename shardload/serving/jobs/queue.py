@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from shardload.errors import SourceError, without_secrets
+from shardload.errors import SourceError, public_name, without_secrets
 from shardload.serving.jobs.records import Job, JobKind, JobRecords
 from shardload.serving.jobs.work import JobWork
 from shardload.serving.limits import share_of
@@ -232,7 +232,7 @@ class Jobs:
         except sqlite3.Error as error:
             self._end(job, "failed", {"problem": f"Cannot store the SHA-256 of a file: {error}. {_ROOM}"})
         except Exception as error:
-            text = without_secrets(str(error) or type(error).__name__)
+            text = without_secrets(str(error) or public_name(error))
             if checkpoint is not None:  # clients are not told where the server has its files
                 text = text.replace(str(checkpoint.location), checkpoint.name)
             self._end(job, "failed", {"problem": text})
