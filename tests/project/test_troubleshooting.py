@@ -207,6 +207,7 @@ PRODUCED = {
     "`RESOURCE_EXHAUSTED: Out of memory allocating … bytes`": lambda folder: jax.numpy.zeros(1 << 46, "float32"),
     "`DEADLINE_EXCEEDED: Deadline Exceeded`, `RPC: /…CoordinationService/RegisterTask`": wait_for_another_process,
     "`jax_num_cpu_devices config should be updated before backends are initialized`": set_devices_late,
+    "`Number of devices … must be >= the product of mesh_shape`": lambda folder: jax.make_mesh((1 << 20,), ("a",)),
     "`Array has been deleted with shape=…`": use_donated_array,
     "`Error while deserializing header: header too large`": load_pointer,
     "`Unable to synchronously open file (file signature not found)`": load_no_hdf5,
