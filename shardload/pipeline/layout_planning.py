@@ -175,8 +175,19 @@ class _Planning:
                 "optimizer, whose sums of gradients count as slots"
             )
             plan = replace(plan, notes=(*plan.notes, accumulated))
-        notes = (*source.notes, *filter(None, [dense_experts_note(model)]))
+        notes = (*source.notes, *filter(None, [dense_experts_note(model), self._dtypes_note(dtypes)]))
         return LayoutReport(manifest.source, plan, smallest, compiled, spent, notes, sizes.total(), dtypes, self.tried)
+
+    def _dtypes_note(self, dtypes: tuple[str, ...]) -> str | None:
+        """Return a note on the dtypes that a training step is planned with; ``None`` without one."""
+        if self.step.train is None:
+            return None
+        asked = self.request.construction.dtype
+        why = "the dtype of the checkpoint" if asked is None else f"as dtype {asked} asks"
+        # REKLS stores its state in dtypes of its own.
+        own = self.step.train.lower().endswith("rekls")
+        counted = "weights and gradients" if own else "weights, gradients and slots"
+        return f"{counted} count in {', '.join(dtypes)}, {why}: --dtype changes it"
 
     def _stage(self, name: str, text: str) -> Any:
         self.progress.start(0, text)

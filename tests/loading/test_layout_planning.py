@@ -58,6 +58,17 @@ def test_no_weights_are_needed_and_the_notes_say_so():
     assert LayoutPlan.from_json(found.to_json()["plan"]) == found.plan
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [(None, "bfloat16, the dtype of the checkpoint"), ("mixed_bfloat16", "float32, as dtype mixed_bfloat16 asks")],
+)
+def test_a_note_names_the_dtypes_that_a_training_step_counts(dtype, said):
+    asked = replace(request(), dtype=dtype)
+    found = plan_layouts(asked, TRAINED)
+    assert f"weights, gradients and slots count in {said}: --dtype changes it" in found.notes
+    assert not any(" count in " in note for note in plan_layouts(asked, StepSpec(batch=8, sequence=32)).notes)
+
+
 def test_the_model_is_traced_once_for_every_limit_and_mesh(compiled_to, monkeypatch):
     traces, make_jaxpr = [], jax.make_jaxpr
     monkeypatch.setattr(jax, "make_jaxpr", lambda step: traces.append(step) or make_jaxpr(step))
