@@ -192,6 +192,24 @@ def test_generate_text(gemma, here, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")
+def test_fine_tune_from_kerashub(here, capsys):
+    Path(synth("gemma3_270m", format="preset", scale=0.02, directory=here / "made")).rename("gemma3_270m_preset")
+    tokens = np.ones((8, 16), "int32")
+    text = [  # a synthetic preset has no preprocessor
+        ("gemma.preprocessor.sequence_length = 16\nloss", "loss"),
+        ("gemma.fit(data", 'gemma.fit({"token_ids": tokens, "padding_mask": tokens}, tokens'),
+        ('print(gemma.generate(["The capital of Atlantis is"] * 2, max_length=16))\n```\n\n## What', "```\n\n## What"),
+    ]
+    try:
+        found = run("docs/how-to/fine-tune-from-kerashub.md", {"tokens": tokens}, replace=text)
+    finally:
+        keras.distribution.set_distribution(None)
+    assert [call.by for call in found["calls"]] == ["shardload"]
+    assert "Epoch 2/2" in capsys.readouterr().out and list_steps("run")
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")
 def test_fine_tune_with_lora(gemma, here, capsys):
     shutil.copytree(gemma["preset"], here / "gemma3_270m")
