@@ -70,9 +70,9 @@ def words_of_settings():
     for _, language, text in blocks():
         if language == "yaml":
             for one in containers(list(yaml.safe_load_all(text))):
-                program, *words = [*one.get("command", ()), *one.get("args", ())]
-                if program == "shardload":
-                    yield words
+                match [*one.get("command", ()), *one.get("args", ())]:
+                    case ["shardload", *words]:
+                        yield words
         for line in re.findall(r"^ExecStart=(.*)$", text if language == "ini" else "", re.MULTILINE):
             yield from calls(line)
 
@@ -135,6 +135,7 @@ NOT_RUN = {
     r"^python examples/": "test_examples.py runs each example",
     r"^shardload synth gemma2_7b &&": "writes 18 GB",
     r"^shardload load gemma2_27b ": "needs 51 GB of memory",
+    r"^shardload plan gemma2_9b .* --train ": "searches for a minute; tests/layout_search plans training steps",
     r"^shardload convert checkpoints/400 .* --merge-lora ": "needs a step of LoRA; another page converts one",
 }
 """What is not run here, by a pattern of its line, and why."""
