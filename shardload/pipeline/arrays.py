@@ -84,9 +84,9 @@ def load_arrays(
     shape, dtype and sharding. Typed PRNG keys, Python's numbers and arrays of NumPy are targets too, as in Orbax: what
     loads is of the same type. Each process reads what its own devices need.
 
-    In a `jax.distributed` run, all processes make the call, and it succeeds or fails on all of them. It does not
-    involve the other processes if the mesh and the targets name only devices of this process, or none. A function as
-    targets without a mesh concerns all processes.
+    In a `jax.distributed` run, all processes make the call, and it succeeds or fails on all of them. A process may
+    also call it alone, if the mesh and the targets name no devices of other processes. If ``targets`` is a function,
+    pass the mesh too: without one, all processes have to make the call.
 
     Examples:
         ```python
