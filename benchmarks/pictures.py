@@ -16,6 +16,7 @@ import shlex
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,13 +62,15 @@ def printed(command: str) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
     environment["TERM"] = "xterm-256color"
-    with subprocess.Popen(words, env=environment, stdout=theirs, stderr=subprocess.DEVNULL) as process:
-        os.close(theirs)
-        output = b"".join(_read(ours))
-    os.close(ours)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, words, output)
-    return output.decode("utf-8").replace("\r\n", "\n").replace(str(Path.home()), "~")
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        with subprocess.Popen(words, env=environment, stdout=theirs, stderr=errors) as process:
+            os.close(theirs)
+            output = b"".join(_read(ours))
+        os.close(ours)
+        if process.returncode:
+            errors.seek(0)
+            sys.exit(f"{command} ended with exit code {process.returncode}:\n{errors.read()}")
+    return output.decode("utf-8").replace("\r\n", "\n").replace(f"{Path.home()}/", "~/")
 
 
 def _read(terminal: int) -> Iterator[bytes]:
