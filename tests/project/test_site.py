@@ -29,7 +29,7 @@ SEARCHES = {
     "unused tensors": "/how-to/troubleshooting-models/",
     "DeepSeek": "/explanation/faq/",
 }
-"""What people look for → how the address of a page among the first three results begins."""
+"""What people look for → how the address of one of the first three pages found begins."""
 
 
 def test_a_reader_finds_everything_in_a_browser(request, tmp_path):

@@ -37,7 +37,11 @@ class Reader:
         self.links, self.anchors = {}, {}
         self.page.on("pageerror", lambda error: self.note(f"script: {error}"))
         self.page.on("console", lambda message: message.type == "error" and self.note(f"console: {message.text}"))
-        self.page.on("request", lambda request: request.url.startswith(address) or self.note(f"asks {request.url}"))
+        self.page.on("request", self._request)
+
+    def _request(self, request):
+        if not request.url.startswith(f"{self.address}/"):
+            self.note(f"asks {request.url}")
 
     def note(self, text):
         self.problems.append(f"{self.label} {urlsplit(self.page.url).path}: {text}")
@@ -67,14 +71,14 @@ class Reader:
         self.page.screenshot(path=file)
 
     def search(self, words, expected):
-        """Search as a reader does: one of the first three results is the page expected."""
+        """Search as a reader does: one of the first three pages is the one expected."""
         self.page.goto(self.address)
         self.page.keyboard.press("/")
         box = self.page.get_by_role("textbox", name="Search")
         box.press_sequentially(words, delay=20)
         results = self.page.locator("a.md-search-result__link")
         expect(results.first).to_be_visible()
-        found = [urlsplit(result.get_attribute("href")).path for result in results.all()[:3]]
+        found = list(dict.fromkeys(urlsplit(result.get_attribute("href")).path for result in results.all()))[:3]
         if not any(path.startswith(expected) for path in found):
             self.note(f"a search for {words!r} finds {found}")
 
@@ -82,7 +86,7 @@ class Reader:
         for path, links in self.links.items():
             for link in sorted(links):
                 target, anchor = urldefrag(link)
-                if not target.startswith(self.address):
+                if not target.startswith(f"{self.address}/"):
                     continue
                 there = target.removeprefix(self.address)
                 if there not in self.anchors and not (self.site / there.lstrip("/")).is_file():
@@ -112,7 +116,7 @@ def visit(browser, address, site, pictures, wanted):
         if width > 1000:
             for words, expected in wanted["searches"].items():
                 reader.search(words, expected)
-        if is_whole:
+        if (width, scheme) == EVERY_PAGE[0]:
             reader.links_that_lead_nowhere()
         problems += reader.problems
         context.close()
