@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shardload.console import completion, jax_setup, listing, options, streams
+from shardload.console.new_files import check_new_files, saver, written
 from shardload.errors import SourceError
 from shardload.progress import on_stderr
 from shardload.reports import printable
@@ -42,18 +43,19 @@ def inspect(
 
     $ shardload inspect gemma3_270m --html tensors.html
     """
+    check_new_files({"--html": html}, reads=[source])
     with streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
         from shardload.resolve.opening import open_source
 
         manifest = open_source(source, format and str(format), verify=False).manifest
-        streams.write_files((html, partial(manifest.to_html, match=match)))
-        if json:
-            out.json(listing.as_json(manifest, match=match))
-        else:
-            for note in manifest.notes:
-                streams.note(note)
-            out.text(listing.as_text(manifest, match=match, width=out.width))
+        with written((html, saver(partial(manifest.to_html, match=match)))):
+            if json:
+                out.json(listing.as_json(manifest, match=match))
+            else:
+                for note in manifest.notes:
+                    streams.note(note)
+                out.text(listing.as_text(manifest, match=match, width=out.width))
 
 
 def synth(
@@ -253,23 +255,24 @@ def diff(
 
     $ shardload diff checkpoints/100 checkpoints/200 --html differences.html
     """
+    check_new_files({"--html": html}, reads=[first, second])
     with options.use_cache(cache, cache_size), streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
         from shardload import comparing
 
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             found = comparing.diff(first, second, progress=progress)
-        streams.write_files((html, found.to_html))
-        if json:
-            value = found.to_json()
-            for difference in value["differences"]:  # of NaN or infinity, which JSON lacks
-                if difference["largest"] is not None and not math.isfinite(difference["largest"]):
-                    difference["largest"] = None
-            out.json(value)
-        else:
-            for note in found.notes:
-                streams.note(note)
-            out.text(found.table(width=out.width))
+        with written((html, saver(found.to_html))):
+            if json:
+                value = found.to_json()
+                for difference in value["differences"]:  # of NaN or infinity, which JSON lacks
+                    if difference["largest"] is not None and not math.isfinite(difference["largest"]):
+                        difference["largest"] = None
+                out.json(value)
+            else:
+                for note in found.notes:
+                    streams.note(note)
+                out.text(found.table(width=out.width))
     if found.differences:
         raise typer.Exit(1)
 

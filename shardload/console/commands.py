@@ -17,6 +17,7 @@ import typer
 
 from shardload.console import completion, failures, jax_setup, listing, options, search_options, streams
 from shardload.console.launch import alone_among_several
+from shardload.console.new_files import check_new_files, saver, written
 from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports import printable
@@ -93,6 +94,11 @@ def load(
     )
     _check_together(spec, processes, prompt, max_new_tokens, warm_up=warm_up)
     reports = processes is None or processes.is_first  # the others print neither notes nor results
+    # Of several processes one writes, perhaps on another machine.
+    writes = processes is None or processes.process_id == 0
+    check_new_files(
+        {"--html": html}, reads=[source, options.layout_file(layout), *(adapters or ())], check_folders=writes
+    )
     new_tokens = max_new_tokens or 32
     note = streams.note if reports else lambda text: None
     if processes is None and (alone := alone_among_several(os.environ)) is not None:
@@ -165,13 +171,13 @@ def load(
                     if ready is not None:
                         out.text(f"Ready {format_seconds(ready)} after the load began\n")
                     out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
-        # After the block that exits on Ctrl-C: it would leave half a file, and add a second object to one that is being
-        # written.
-        streams.write_files((html, report.to_html))
-        if json:
-            shares = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
-            generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
-            out.json({**report.to_json(), **shares, **generated})
+        # After the block that exits on Ctrl-C: it would leave an unfinished file beside the page, and add a second
+        # object to one that is being written.
+        with written((html, saver(report.to_html))):
+            if json:
+                shares = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
+                generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
+                out.json({**report.to_json(), **shares, **generated})
 
 
 def _summed(loaded: Any) -> Any:
@@ -277,6 +283,9 @@ def plan(
     excluded = {"hosts": (hosts, "no reads"), "quantize": (quantize, "floats"), "quantized": (keeps, "floats")}
     _check_excluded(excluded if searched else {}, cached=train is not None and kv_cache is not None)
     on_mesh = "1x1" if spec is None else str(spec)
+    check_new_files(
+        {"--save-plan": save_plan, "--svg": svg, "--html": html}, reads=[source, options.layout_file(layout)]
+    )
     with streams.results() as out:
         jax_setup.set_up_jax(note=streams.note)
         # Compiling needs as many devices as the mesh has, simulated ones. A plan needs none, but must not take any.
@@ -337,18 +346,17 @@ def plan(
                     quantize=quantize,
                     quantized=quantized.value,
                 )
+        files = [(html, saver(found.plan.to_html if searched else found.to_html))]
         if searched:
-            _save(found.plan, save_plan)
-            streams.write_files((svg, found.plan.to_svg), (html, found.plan.to_html))
-        else:
-            streams.write_files((html, found.to_html))
-        if json:
-            out.json(found.to_json())
-        elif searched:
-            out.text(found.summary(ascii_only=not out.unicode) + "\n")
-        else:
-            out.table(found)
-            out.text(_MORE)
+            files = [(save_plan, found.plan.save), (svg, saver(found.plan.to_svg)), *files]
+        with written(*files):
+            if json:
+                out.json(found.to_json())
+            elif searched:
+                out.text(found.summary(ascii_only=not out.unicode) + "\n")
+            else:
+                out.table(found)
+                out.text(_MORE)
     if not searched and found.fits is not None and not found.fits.fits:
         raise typer.Exit(1)
 
@@ -370,12 +378,6 @@ def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
             f"{given[0]} searches for layouts. Leave out --layout {layout}.", param_hint="--layout"
         )
     return bool(given) or layout == "search"
-
-
-def _save(plan: Any, path: Path | None) -> None:
-    if path is not None:
-        plan.save(path)
-        streams.note(f"wrote {path}")
 
 
 def convert(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -87,6 +88,11 @@ def layout(text: str | None) -> str | None:
     raise typer.BadParameter(f"{text!r} is not {known}, and no file has that name.{did_you_mean(text, names)}")
 
 
+def layout_file(text: str | None) -> str | None:
+    """Return ``--layout`` if it is a file; ``None`` if it is the name of a layout."""
+    return None if text in [name for name, _ in completion.LAYOUTS] else text
+
+
 def scale(factor: float) -> float:
     """Check ``--scale``, a factor to shrink an architecture by: above 0 and at most 1."""
     # Written like this, it refuses NaN too.
@@ -141,6 +147,15 @@ def size_as_typed(text: str) -> str:
     return text
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # a name that is too long, a folder that may not be read, a link to itself
+        raise typer.BadParameter(f"{str(path)!r}: {error.strerror or error}") from None
+
+
 def new_file(ending: str) -> Callable[[Path | None], Path | None]:
     """Return the check of an option that names a file to write: its name ends in ``ending``, and its folder exists."""
 
@@ -149,8 +164,11 @@ def new_file(ending: str) -> Callable[[Path | None], Path | None]:
             if path.suffix != ending:
                 raise typer.BadParameter(f"{str(path)!r} does not end in {ending}")
             local_target(path)
-            if path.is_dir() or not path.absolute().parent.is_dir():
+            if _is_folder(path) or not _is_folder(path.absolute().parent):
                 raise typer.BadParameter(f"{str(path)!r} is not a file in an existing folder")
+            # What the link names is replaced, perhaps a file of the checkpoint.
+            if path.is_file() and (real := path.resolve()).suffix != ending:
+                raise typer.BadParameter(f"{str(path)!r} is a link to {str(real)!r}, which does not end in {ending}")
         return path
 
     return check

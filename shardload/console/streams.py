@@ -17,11 +17,9 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from shardload.errors import WriteError
 from shardload.interrupts import message_of
 from shardload.reports import printable
 from shardload.stores import local
@@ -181,15 +179,3 @@ def note(message: str) -> None:
             width = shutil.get_terminal_size().columns
             text = textwrap.fill(text, max(20, width), break_long_words=False, break_on_hyphens=False)
         print(text, file=sys.stderr, flush=True)  # noqa: T201 - this is where notes go
-
-
-def write_files(*files: tuple[Path | None, Callable[[], str]]) -> None:
-    """Write the text that a function returns to each file that was asked for, and say so on stderr."""
-    for path, text in files:
-        if path is None:
-            continue
-        try:
-            path.write_text(text(), encoding="utf-8")
-        except OSError as error:
-            raise WriteError(f"Cannot write {str(path)!r}: {error.strerror or error}.") from error
-        note(f"wrote {path}")

@@ -33,7 +33,7 @@ from shardload.layout_search.plan_pictures import PlanPicture, variable_rows
 from shardload.reports.markup import picture_html
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
-from shardload.stores.local import local_target
+from shardload.stores.local import local_target, replace_text
 from shardload.typing import PathLike
 from shardload.units import format_bytes, plural
 
@@ -288,7 +288,7 @@ class LayoutPlan:
         file = local_target(_as_path(path, to="write the plan"))
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            replace_text(file, json.dumps(self.to_json(), indent=1) + "\n")
         except OSError as error:
             raise WriteError(
                 f"Cannot write the plan {str(file)!r}: {error.strerror}. Use the path of a file in a folder that can "

@@ -112,6 +112,22 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
     return _name(text, weights=weights)
 
 
+def on_this_machine(source: str) -> Path | None:
+    """Return the file or folder that a path, or a name in the checkpoint root, refers to; ``None`` if there is none.
+
+    Unlike `resolve`, it neither downloads nor assembles anything.
+    """
+    text = str(without_file_scheme(source))
+    if not text or "://" in text:
+        return None
+    if _exists(path := expanded(text)):
+        return path.absolute()
+    if not re.fullmatch(_NAME, text):
+        return None
+    name = _spelling(text)
+    return _in_root(name) or _in_root(aliases().get(name, name))
+
+
 def endings() -> tuple[str, ...]:
     """Return the file endings (``.gguf``) that a name of a file in the checkpoint root may omit, in the order to try.
 

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -116,6 +117,56 @@ def local_target(path: str | os.PathLike[str]) -> Path:
 def working_folder(target: Path) -> Path:
     """Return the folder, next to a conversion's target, in which the target is written until it is complete."""
     return target.with_name(f".{target.name}.converting")
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raise an `OSError` if `replace_text` could not write a file: creates an empty file beside it, and removes it."""
+    if (target := _replaceable(path)) is not None:
+        with _draft_beside(target) as draft:
+            draft.touch()
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file in UTF-8, whole or not at all: until it is complete, and after an error, the old file is there.
+
+    A link stays: the file that it leads to is replaced. A device or named pipe is written to.
+    """
+    # Names of files may have surrogates, which UTF-8 cannot encode.
+    data = text.encode("utf-8", "backslashreplace")
+    if (target := _replaceable(path)) is None:
+        Path(path).write_bytes(data)
+        return
+    with _draft_beside(target) as draft:
+        with draft.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            draft.chmod(stat.S_IMODE(target.stat().st_mode))
+        draft.replace(target)
+
+
+def _replaceable(path: str | os.PathLike[str]) -> Path | None:
+    """Return a path without links; ``None`` if something other than a file has it; raise if the file is read-only."""
+    target = Path(os.path.realpath(path))
+    if not target.exists():
+        return target
+    # A rename asks for no permission to write to the file that it replaces.
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+    return target if target.is_file() else None
+
+
+@contextlib.contextmanager
+def _draft_beside(target: Path) -> Iterator[Path]:
+    """Yield the path of a new file in the target's folder, because a rename stays within one file system."""
+    # Short, because the target's own name may be as long as names can be.
+    draft = target.with_name(f".shardload-{secrets.token_hex(8)}.tmp")
+    try:
+        yield draft
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or never created
+            draft.unlink()
 
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
