@@ -1,7 +1,8 @@
 """Find the tensors in which two checkpoints differ, and by how much, reading a few rows at a time.
 
 Tensors are matched by name. If the checkpoints have no name in common, the weights of their models are compared.
-Bits are compared, not values: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
+Bits are compared, not values: two NaNs with the same bits are equal, 0.0 and -0.0 are not. Across dtypes there are no
+common bits: values are compared as numbers, and two NaNs are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardload.reports.markup import ShownAsText
 from shardload.resolve.opening import find_source
 from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
-from shardload.units import plural
+from shardload.units import json_number, plural
 
 _READ_BYTES = 8 << 20
 """Most bytes to read at once from each of the two checkpoints."""
@@ -48,7 +49,9 @@ class TensorDifference:
     elements: int
     """Number of elements that differ. If values were not compared, it is the number of all elements of the tensor."""
     largest: float | None
-    """The largest absolute difference between two values; ``None`` if no values differ or none were compared."""
+    """The largest absolute difference between two values; ``None`` if no values differ or none were compared. It is NaN
+    if one value of a pair is NaN and the other is not, and 0 if all pairs differ in bits only: 0.0 and -0.0, two NaNs.
+    """
     why: str = ""
     """Why values were not compared; empty if they were."""
 
@@ -68,15 +71,19 @@ class Comparison(ShownAsText):
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as a dict for JSON."""
-        return asdict(self)
+        """Return the comparison as a dict for JSON; a ``largest`` of NaN or infinity is ``"nan"`` or ``"inf"``."""
+        found = asdict(self)
+        for difference in found["differences"]:
+            if difference["largest"] is not None:
+                difference["largest"] = json_number(difference["largest"])
+        return found
 
     def to_html(self) -> str:
         """Return the comparison as a page of HTML that needs no other file and opens no connection.
 
         It shows what differs as bars, and a tree of the tensors that do, to sort and search.
         """
-        facts = [("First", self.first), ("Second", self.second), ("Result", self._counts)]
+        facts = [("First", printable(self.first)), ("Second", printable(self.second)), ("Result", self._counts)]
         facts += [("Note", note) for note in self.notes]
         title = f"Differences between {self.first} and {self.second}"
         return comparison_page(title, self.differences, equal=self.equal, noun=self.matched_by, facts=facts).html()
@@ -261,14 +268,12 @@ def _compare_values(one: _Values, two: _Values, key: str, shown: Progress) -> tu
             rows.require_decoder()
     elements, largest = 0, None
     for start, stop in one.ranges(key):
-        a, b = one.rows(key, start, stop), two.rows(key, start, stop)
-        if differing := _differing(a, b):
+        a, b = one.rows(key, start, stop).reshape(-1), two.rows(key, start, stop).reshape(-1)
+        differs = _differs(a, b)
+        if differing := int(np.count_nonzero(differs)):
             elements += differing
-            # inf - inf is NaN and warns; where every difference is NaN, so is the largest.
-            with np.errstate(all="ignore"):
-                apart = np.abs(_numbers(a) - _numbers(b))
-            by = float("nan") if np.all(np.isnan(apart)) else float(np.nanmax(apart))
-            largest = by if largest is None else max(largest, by)
+            by = _largest_difference(a[differs], b[differs])
+            largest = by if largest is None else float(np.maximum(largest, by))  # max() may drop a NaN
         shown.advance(a.nbytes)
     return elements, largest
 
@@ -283,17 +288,55 @@ def _is_same_bytes(one: EncodedRows | None, two: EncodedRows | None) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(*both, strict=True))
 
 
-def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:
-    if a.dtype != b.dtype:
-        with np.errstate(all="ignore"):  # a signalling NaN warns when it is converted
-            return int(np.count_nonzero(_numbers(a) != _numbers(b)))
-    # As integers: NaN != NaN, and 0.0 == -0.0.
-    if a.dtype.itemsize in (1, 2, 4, 8):
-        bits = np.dtype(f"u{a.dtype.itemsize}")
-        return int(np.count_nonzero(np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)))
-    return int(np.count_nonzero(a != b))
+def _differs(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return for each element of two arrays of one dim whether it differs."""
+    if a.dtype == b.dtype:
+        differs = _bits(a) != _bits(b)  # NaN != NaN, and 0.0 == -0.0
+    elif _are_integers(a, b):
+        differs = (a != b)[:, None]  # exact, also beyond 2**53
+    else:
+        one, two = _numbers(a, b)
+        differs = (one != two) & ~(np.isnan(one) & np.isnan(two))
+    found: NDArray[np.bool_] = np.any(differs, axis=1)
+    return found
 
 
-def _numbers(value: NDArray[Any]) -> NDArray[np.float64]:
-    """Convert values to float64, to subtract them: exact for every float and for integers up to 2**53."""
-    return value.astype(np.float64)
+def _largest_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
+    """Return the largest absolute difference: NaN if one of a pair is NaN and the other is not; of two NaNs it is 0."""
+    if _are_integers(a, b):
+        # int64 and uint64 have no common integer dtype: use Python's integers.
+        common = np.result_type(a, b)
+        one, two = (value.astype(common if common.kind in "iu" else object) for value in (a, b))
+        high, low = np.maximum(one, two), np.minimum(one, two)
+        if one.dtype.kind in "iu":  # modulo 2**64, so that the difference of two int64 does not overflow
+            high, low = high.astype(np.uint64), low.astype(np.uint64)
+        return float(np.max(high - low))
+    one, two = _numbers(a, b)
+    with np.errstate(all="ignore"):  # inf - inf is NaN and warns
+        apart = np.abs(one - two)
+        if np.isnan(apart).any():
+            apart[(one == two) | (np.isnan(one) & np.isnan(two))] = 0
+        # The modulus of complex numbers. hypot(inf, nan) is inf, but maximum is NaN.
+        sizes = apart if apart.shape[1] == 1 else np.maximum(np.hypot(*apart.T), np.max(apart, axis=1))
+    return float(np.max(sizes))
+
+
+def _are_integers(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.dtype.kind in "iu" and b.dtype.kind in "iu"
+
+
+def _bits(value: NDArray[Any]) -> NDArray[Any]:
+    """Return the bits of an array of one dim as unsigned integers: a row for each element."""
+    size = min(value.dtype.itemsize, 8)
+    return np.ascontiguousarray(value).view(f"u{size}").reshape(-1, value.dtype.itemsize // size)
+
+
+def _numbers(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return values as float64 to subtract them: exact for floats, and for integers up to 2**53.
+
+    Each element is a row: the number, or the real and the imaginary part if one of the arrays is complex.
+    """
+    dtype = np.dtype(np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64)
+    with np.errstate(all="ignore"):  # a signalling NaN warns when it is converted
+        one, two = (value.astype(dtype).view(np.float64).reshape(-1, dtype.itemsize // 8) for value in (a, b))
+    return one, two

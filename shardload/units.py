@@ -193,6 +193,16 @@ def format_rate(gb_per_s: float | None) -> str:
     return f"{gb_per_s:.2f} GB/s"
 
 
+def format_parameters(n: int) -> str:
+    """Return a number of parameters as text: ``1 parameter``, ``270.1 M parameters``."""
+    return plural(n, "parameter") if n < 1000 else f"{format_count(n)} parameters"
+
+
+def json_number(value: float) -> float | str:
+    """Return a number for JSON, which has neither NaN nor infinity: ``"nan"``, ``"inf"`` or ``"-inf"`` for these."""
+    return value if math.isfinite(value) else str(value)
+
+
 def plural(n: int, noun: str) -> str:
     """Return a count and its noun, in the plural if needed: ``1 tensor``, ``1,234 tensors``, ``2 batches``."""
     if n == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from shardload.reports import printable
 from shardload.reports.aligned import aligned
 from shardload.synth import MAX_SEED
 from shardload.synth import synth as write_checkpoint
-from shardload.units import FLOATS
+from shardload.units import FLOATS, json_number
 
 
 def inspect(
@@ -264,11 +263,7 @@ def diff(
             found = comparing.diff(first, second, progress=progress)
         with written((html, saver(found.to_html))):
             if json:
-                value = found.to_json()
-                for difference in value["differences"]:  # of NaN or infinity, which JSON lacks
-                    if difference["largest"] is not None and not math.isfinite(difference["largest"]):
-                        difference["largest"] = None
-                out.json(value)
+                out.json(found.to_json())
             else:
                 for note in found.notes:
                     streams.note(note)
@@ -283,7 +278,7 @@ def _facts(info: Any) -> dict[str, Any]:
         "path": info.where,
         "epoch": info.epoch,
         "batch": info.batch,
-        "metrics": info.metrics,
+        "metrics": {name: json_number(value) for name, value in info.metrics.items()},
         "bytes": info.n_bytes,
         "saved_unix_s": info.saved_s or None,  # unknown of a plain step of Orbax in a bucket
         "best": info.best,

@@ -1,6 +1,7 @@
 """`shardload steps` and `shardload verify`, typed as a user types them."""
 
 import json
+import math
 import os
 import shutil
 import time
@@ -44,6 +45,12 @@ def test_steps_are_listed_with_the_best(root):
     lines = run("steps", root).stdout.splitlines()
     assert lines[0].split()[:3] == ["step", "epoch", "metrics"]
     assert "best" in lines[2] and "val_loss=0.25" in lines[2]
+
+
+def test_metrics_that_are_not_finite_are_text(tmp_path):
+    save_step(model(), tmp_path, 3, logs={"val_loss": math.inf, "reward": -math.inf, "accuracy": 0.5})
+    (listed,) = json.loads(run("steps", tmp_path, "--json").stdout)["steps"]
+    assert listed["metrics"] == {"val_loss": "inf", "reward": "-inf", "accuracy": 0.5}
 
 
 def test_a_plain_step_of_orbax_in_a_bucket_has_no_age(root, tmp_path, monkeypatch):
@@ -136,6 +143,8 @@ def test_diff_compares_bits(tmp_path):
     assert run("diff", one, weights(tmp_path / "2.safetensors", c=np.array([0.0, np.nan]))).returncode == 0
     done = run("diff", one, weights(tmp_path / "3.safetensors", c=np.array([-0.0, np.nan])), "--json")
     assert json.loads(done.stdout)["differences"][0]["elements"] == 1
+    done = run("diff", one, weights(tmp_path / "4.safetensors", c=np.array([0.0, 1.0])), "--json")
+    assert json.loads(done.stdout)["differences"][0]["largest"] == "nan"
 
 
 def test_diff_of_two_steps(root):

@@ -9,8 +9,10 @@ from shardload.units import (
     format_bytes_down,
     format_bytes_up,
     format_count,
+    format_parameters,
     format_rate,
     format_seconds,
+    json_number,
     parse_bytes,
     plural,
     spare_bytes,
@@ -81,12 +83,22 @@ def test_bytes_never_show_four_digits_before_the_point():
     ("shown", "numbers", "expected"),
     [
         (format_count, (999, 268_098_176, 9_241_705_984, 10**13), ["999", "268.1 M", "9.2 B", "10.0 T"]),
+        (format_parameters, (0, 1, 268_098_176), ["0 parameters", "1 parameter", "268.1 M parameters"]),
+        (json_number, (0.5, math.nan, math.inf, -math.inf), [0.5, "nan", "inf", "-inf"]),
         (format_seconds, (0, 0.0449, 1.286, 185.0), ["0 ms", "45 ms", "1.29 s", "3 min 05 s"]),
         (format_rate, (1.286, 0.0451), ["1.29 GB/s", "45.1 MB/s"]),
         (lambda n: plural(n, "tensor"), (0, 1, 1234), ["0 tensors", "1 tensor", "1,234 tensors"]),
         (spare_bytes, (638 << 10, 80 << 20, 1 << 40), [1 << 20, 10 << 20, 64 << 20]),
     ],
-    ids=["counts", "seconds", "slow rates are still numbers", "plural", "space to spare grows with what is written"],
+    ids=[
+        "counts",
+        "parameters",
+        "JSON",
+        "seconds",
+        "slow rates are still numbers",
+        "plural",
+        "space to spare grows with what is written",
+    ],
 )
 def test_numbers_for_people(shown, numbers, expected):
     assert [shown(n) for n in numbers] == expected
