@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, UnsupportedError
 from shardload.stores.location import Location
-from shardload.units import format_bytes, format_count, plural
+from shardload.units import format_bytes, format_parameters, plural
 
 if TYPE_CHECKING:
     from shardload.reports.checkpoint_page import TensorRow
@@ -323,7 +323,7 @@ class Manifest:
 
     def _counts(self, tensors: Sequence[Tensor]) -> str:
         parameters, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
-        return f"{plural(len(tensors), 'tensor')}, {format_count(parameters)} parameters, {format_bytes(size)}"
+        return f"{plural(len(tensors), 'tensor')}, {format_parameters(parameters)}, {format_bytes(size)}"
 
     def _rows(self, tensors: Sequence[Tensor]) -> list[TensorRow]:
         from shardload.reports.checkpoint_page import TensorRow

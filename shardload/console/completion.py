@@ -16,7 +16,7 @@ from typing import Any
 from shardload import resolve
 from shardload.errors import ShardloadError, UsageError
 from shardload.synth import names as architecture_names
-from shardload.units import format_bytes, format_count
+from shardload.units import format_bytes, format_parameters
 
 MESHES = tuple(
     (mesh, "batch={}, model={}".format(*mesh.split("x")))
@@ -97,7 +97,7 @@ def _on_this_machine(*, announced: bool) -> Iterator[KnownSource]:
 def known_architectures() -> Iterator[KnownSource]:
     """Yield the architectures that `shardload synth` can write; aliases of a name follow it."""
     for found in architecture_names():
-        size = f"{format_count(found.parameters)} parameters, {format_bytes(found.nbytes)} in bfloat16"
+        size = f"{format_parameters(found.parameters)}, {format_bytes(found.nbytes)} in bfloat16"
         yield KnownSource(found.name, SourceKind.SYNTHETIC, f"{size}; write it with: shardload synth {found.name}")
         for alias in found.aliases:
             yield KnownSource(alias, SourceKind.ALIAS, f"another name of {found.name}")

@@ -14,7 +14,7 @@ from typing import Any
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor, UnreadableRows, partial_text
 from shardload.reports import printable
 from shardload.reports.aligned import aligned
-from shardload.units import format_bytes, format_count, plural
+from shardload.units import format_bytes, format_parameters, plural
 
 
 def as_text(manifest: Manifest, *, match: str | None = None, width: int | None = None) -> str:
@@ -24,7 +24,7 @@ def as_text(manifest: Manifest, *, match: str | None = None, width: int | None =
     total = len(manifest.tensors)
     shown = plural(total, "tensor") if len(tensors) == total else f"{len(tensors):,} of {plural(total, 'tensor')}"
     elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
-    sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
+    sizes = f"{format_parameters(elements)}, {format_bytes(size)}"
     left_out = f"; {partial_text(manifest.n_left_out)}" if manifest.n_left_out else ""
     why = f"\nNo model can be built from it: {printable(str(found))}" if (found := manifest.undescribed) else ""
     summary = f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}{left_out}{why}"

@@ -44,7 +44,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.stores.cache_choice import current_cache
 from shardload.stores.range_cache import CacheTraffic
 from shardload.transfer.casts import overflow_notes
-from shardload.units import format_bytes, format_count, plural
+from shardload.units import format_bytes, format_parameters, plural
 
 if TYPE_CHECKING:
     from shardload.pipeline.preparing import PreparedLoad
@@ -283,7 +283,7 @@ def _notes(prepared: PreparedLoad) -> Iterator[str]:
         parameters, n_bytes = sum(n for n, _ in shapes), sum(n * size for n, size in shapes)
         yield (
             "the step is partial: unchanged in the model, and not counted above, are "
-            f"{plural(len(mapping.kept), 'weight')} ({format_count(parameters)} parameters, {format_bytes(n_bytes)}): "
+            f"{plural(len(mapping.kept), 'weight')} ({format_parameters(parameters)}, {format_bytes(n_bytes)}): "
             f"{', '.join(map(str, fold(mapping.kept)))}"
         )
     counts = [name for name in mapping.skipped if name.startswith("metrics_variables/")]

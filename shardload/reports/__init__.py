@@ -63,7 +63,7 @@ from shardload.reports.facts import (
 from shardload.reports.names import TIMES, Folded, fold, printable
 from shardload.reports.report_page import report_page
 from shardload.sharding.layout import Fallback
-from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
+from shardload.units import format_bytes, format_parameters, format_rate, format_seconds, plural
 
 _TEXT_WIDTH = 100
 """Columns of ``str(report)``, which does not know the width of the reader's window."""
@@ -241,7 +241,7 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
     counts = Counter(device.platform for device in report.devices)
     kinds = ", ".join(plural(n, f"{platform} device") for platform, n in counts.items()) or "no device"
     yield "Mesh", Text(f"{report.mesh} ({kinds})")
-    parameters = f"{format_count(report.parameters)} parameters in {plural(report.variables, 'variable')}"
+    parameters = f"{format_parameters(report.parameters)} in {plural(report.variables, 'variable')}"
     yield "Weights", Text(", ".join((parameters, format_bytes(report.weight_bytes), *report.dtypes)))
     if report.devices:
         yield "Devices", _devices(report.devices, block)

@@ -13,7 +13,7 @@ from shardload.reports.name_table import Column, NameTable, TableCell, TableEntr
 from shardload.reports.names import fold, printable, without_numbers
 from shardload.reports.page import Chart, Page, largest_bars
 from shardload.reports.variables_table import shape_text
-from shardload.units import format_bytes, format_count, plural
+from shardload.units import format_bytes, format_parameters, plural
 
 _MOST_LINES = 40
 """Most lines of tensors that a notebook shows."""
@@ -57,7 +57,7 @@ def _table(tensors: Sequence[TensorRow], *, has_files: bool) -> NameTable:
     is_encoded = any(t.stored_bytes != t.bytes for t in tensors)
     columns = [
         Column("Dtype", "dtype", Total.SAME),
-        Column("Shape", "shape", Total.SUM, lambda n: f"{format_count(int(n))} parameters"),
+        Column("Shape", "shape", Total.SUM, lambda n: format_parameters(int(n))),
         Column("Bytes", "bar number", Total.SUM),
         *([Column("In files", "bytes stored-bytes number", Total.SUM)] if is_encoded else []),
         *([Column("File", "file", Total.SAME, is_numbered=True)] if has_files else []),

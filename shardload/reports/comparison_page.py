@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shardload.reports.markup import escaped
-from shardload.reports.name_table import Column, NameTable, TableCell, TableEntry, Total
+from shardload.reports.name_table import Column, NameTable, TableCell, TableEntry, Total, rank
 from shardload.reports.names import shortened
 from shardload.reports.page import MOST_LABEL, Bar, Chart, Page
 from shardload.units import plural
@@ -43,18 +43,24 @@ def comparison_page(
     counts = {"equal": equal, **Counter(d.what for d in differences)}
     bars = tuple(Bar(what, (n,), plural(n, noun)) for what, n in counts.items())
     charts = [Chart("What differs", bars, max(*counts.values(), 1), f"{plural(sum(counts.values()), noun)} in all")]
-    if largest := sorted(filter(_has_size, differences), key=_size, reverse=True)[:_MOST_BARS]:
-        bars = tuple(Bar(shortened(d.name, MOST_LABEL), (_size(d),), f"{_size(d):.4g}") for d in largest)
-        charts.append(Chart("Largest differences", bars, _size(largest[0]), "Absolute difference between two values"))
+    if sizes := [(d.name, d.largest) for d in differences if d.largest]:
+        charts.append(_largest_differences(sizes))
     return Page(title, tuple(charts), tuple(facts), _table(differences) if differences else None)
 
 
-def _size(difference: _Differing) -> float:
-    return difference.largest or 0.0
-
-
-def _has_size(difference: _Differing) -> bool:
-    return bool(difference.largest) and math.isfinite(_size(difference))
+def _largest_differences(sizes: Sequence[tuple[str, float]]) -> Chart:
+    """Return the chart of the largest differences, given with the names of their tensors: NaN, then infinity first."""
+    largest = sorted(sizes, key=lambda item: rank(item[1]), reverse=True)[:_MOST_BARS]
+    finite = [size for _, size in largest if math.isfinite(size)]
+    full, caption = max(finite, default=1.0), "Absolute difference between two values"
+    if len(finite) < len(largest):
+        caption += "; bars of nan and inf are full"
+    parts = (size if math.isfinite(size) else full for _, size in largest)
+    bars = (
+        Bar(shortened(name, MOST_LABEL), (part,), f"{size:.4g}")
+        for (name, size), part in zip(largest, parts, strict=True)
+    )
+    return Chart("Largest differences", tuple(bars), full, caption)
 
 
 def _table(differences: Sequence[_Differing]) -> NameTable:
@@ -72,13 +78,12 @@ def _table(differences: Sequence[_Differing]) -> NameTable:
 
 
 def _cells(d: _Differing, *, has_why: bool) -> tuple[TableCell, ...]:
-    is_number = d.largest is not None and math.isfinite(d.largest)
     largest = "" if d.largest is None else f"{d.largest:.4g}"
     return (
         TableCell(escaped(d.what)),
         TableCell(escaped(d.first)),
         TableCell(escaped(d.second)),
         TableCell(f"{d.elements:,}", d.elements),
-        TableCell(largest, d.largest if is_number else None),
+        TableCell(largest, d.largest),
         *([TableCell(escaped(d.why))] if has_why else []),
     )

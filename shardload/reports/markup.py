@@ -17,7 +17,12 @@ _FULL = 1000
 
 
 def escaped(text: str) -> str:
-    """Return text, such as untrusted names, for HTML: with control characters as escapes, except ends of lines."""
+    r"""Return text, such as untrusted names, for HTML: with control characters as escapes (``\n``)."""
+    return html.escape(printable(text))
+
+
+def escaped_lines(text: str) -> str:
+    """Return text of several lines for HTML: as `escaped`, but with its ends of lines."""
     return html.escape(printable(text, keep="\n"))
 
 
@@ -29,15 +34,15 @@ def picture_html(svg: str, alt: str) -> str:
 
 def bar_svg(parts: Sequence[float], full: float, limit: float | None = None) -> str:
     """Return a bar as SVG; its numbers are in the text beside it. The policy of the page allows no style attributes."""
-    drawn, begun = "", 0.0
+    drawn, begun = "", 0.0  # shares of the full bar first: 1,000 times a float64 may be infinite
     for i, value in enumerate(parts):
         if value > 0:
             drawn += (
-                f'<rect class="p{i}" x="{_FULL * begun / full:.1f}" width="{_FULL * value / full:.1f}" height="1"/>'
+                f'<rect class="p{i}" x="{_FULL * (begun / full):.1f}" width="{_FULL * (value / full):.1f}" height="1"/>'
             )
         begun += value
     if limit is not None:
-        drawn += f'<rect class="limit" x="{_FULL * limit / full - 6:.1f}" width="6" height="1"/>'
+        drawn += f'<rect class="limit" x="{_FULL * (limit / full) - 6:.1f}" width="6" height="1"/>'
     return f'<svg viewBox="0 0 {_FULL} 1" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
 
 
@@ -52,4 +57,4 @@ class ShownAsText:
 
 def preformatted(text: str) -> str:
     """Return text for people, such as a table, as HTML that keeps its lines: notebooks show it instead of an object."""
-    return f"<pre>{escaped(text)}</pre>"
+    return f"<pre>{escaped_lines(text)}</pre>"

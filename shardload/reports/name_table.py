@@ -12,6 +12,7 @@ numbers share a row, so that a page of any checkpoint can be opened; it says so.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -121,6 +122,8 @@ class NameTable:
         note = f"{all_of} in {plural(len(rows), 'row')}: those that differ only in numbers share a row."
         if len(rows) <= MOST_ROWS:
             return rows, note
+        if len(rows) == len(self.entries):
+            note = f"{all_of}."
         largest = sorted(range(len(rows)), key=lambda i: self._size(rows[i]), reverse=True)[:MOST_ROWS]
         cut = f"{note} Only the largest {MOST_ROWS:,} rows are listed; --json lists everything."
         return [rows[i] for i in sorted(largest)], cut
@@ -162,7 +165,7 @@ class NameTable:
 
     def _cells(self, cells: Iterable[TableCell], most: float) -> Iterator[str]:
         for i, (column, cell) in enumerate(zip(self.columns, cells, strict=True)):
-            value = "" if cell.value is None else f' data-value="{cell.value}"'
+            value = "" if cell.value is None else f' data-value="{_script_number(cell.value)}"'
             bar = bar_svg((cell.value or 0,), most) if i == self.sized else ""
             yield f'<td class="{column.kind}"{value}>{cell.html}{bar}</td>'
 
@@ -172,12 +175,17 @@ class NameTable:
             values = [cell.value for cell in cells if cell.value is not None]
             match column.total:
                 case Total.SUM | Total.MOST if values:
-                    total = sum(values) if column.total is Total.SUM else max(values)
+                    total = sum(values) if column.total is Total.SUM else max(values, key=rank)
                     yield TableCell(escaped(column.show(total)), total)
                 case Total.SAME if len({cell.html for cell in cells}) == 1:
                     yield TableCell(cells[0].html)
                 case _:
                     yield TableCell("")
+
+
+def rank(value: float) -> tuple[bool, float]:
+    """Return what to sort numbers by: NaN is above infinity, as in the script."""
+    return math.isnan(value), value
 
 
 def _within(group: Group[TableEntry]) -> Iterator[TableEntry]:
@@ -211,6 +219,11 @@ def _merged(column: Column, cells: Sequence[TableCell]) -> TableCell:
     total = sum(cell.value or 0 for cell in cells)
     is_value = first.html == escaped(column.show(first.value))
     return TableCell(escaped(column.show(total)) if is_value else first.html, total)
+
+
+def _script_number(value: float) -> str:
+    """Return a number as JavaScript's ``Number`` reads it."""
+    return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(str(value), str(value))
 
 
 def _name(text: str) -> str:

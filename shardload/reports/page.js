@@ -85,7 +85,7 @@ for (const table of document.querySelectorAll(".names")) {
     for (const family of asTree.checked ? [root, ...groups].map((group) => group.children) : [leaves]) {
       const sizes = family.map(({row}) => Number(row.querySelector("td svg").parentElement.dataset.value ?? 0));
       const full = Math.max(...sizes, 1e-300);
-      family.forEach(({row}, i) => row.querySelector("td rect")?.setAttribute("width", (1000 * sizes[i]) / full));
+      family.forEach(({row}, i) => row.querySelector("td rect")?.setAttribute("width", 1000 * (sizes[i] / full)));
     }
   };
 
@@ -97,7 +97,8 @@ for (const table of document.querySelectorAll(".names")) {
       return isNumber ? Number(cell.dataset.value ?? -Infinity) : cell.textContent;
     };
     const sign = order === "descending" ? -1 : 1;
-    const compared = (a, b) => sign * (isNumber ? a.key - b.key || 0 : compare(a.key, b.key));
+    // NaN is above Infinity, as in Python; the difference of two infinities is NaN.
+    const compared = (a, b) => sign * (isNumber ? Number.isNaN(a.key) - Number.isNaN(b.key) || a.key - b.key || 0 : compare(a.key, b.key));
     const inOrder = (family) => {
       if (order === "none") return family;
       return family.map((node) => ({node, key: key(node)})).sort(compared).map(({node}) => node);

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from shardload.reports.markup import AXIS_COLOURS, PART_COLOURS, bar_svg, escaped
+from shardload.reports.markup import AXIS_COLOURS, PART_COLOURS, bar_svg, escaped, escaped_lines
 from shardload.reports.name_table import NameTable
 from shardload.reports.names import TIMES, shortened
 from shardload.units import format_bytes
@@ -143,7 +143,7 @@ def _chart(chart: Chart) -> str:
 def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     if facts:
         yield '<section>\n<h2>Summary</h2>\n<dl class="facts">'
-        yield from (f"<dt>{escaped(label)}</dt><dd>{escaped(text)}</dd>" for label, text in facts)
+        yield from (f"<dt>{escaped(label)}</dt><dd>{escaped_lines(text)}</dd>" for label, text in facts)
         yield "</dl>\n</section>"
 
 

@@ -10,7 +10,7 @@ from shardload.reports.facts import VariableUse
 from shardload.reports.markup import AXIS_COLOURS, escaped
 from shardload.reports.name_table import Column, NameTable, TableCell, TableEntry, Total
 from shardload.reports.names import TIMES
-from shardload.units import format_bytes, format_count
+from shardload.units import format_bytes, format_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def variables_table(axes: Mapping[str, int], rows: Sequence[Row]) -> NameTable:
     has_dtypes = any(row.variable.dtype for row in rows)
     columns = [
         Column("Dtype", "dtype", Total.SAME),
-        Column("Dims and splits", "dims", Total.SUM, lambda n: f"{format_count(int(n))} parameters"),
+        Column("Dims and splits", "dims", Total.SUM, lambda n: format_parameters(int(n))),
         Column("Bytes", "bytes number", Total.SUM),
         Column("On each device", "each number", Total.SUM),
         Column("Why", "why", is_numbered=True),

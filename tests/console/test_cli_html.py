@@ -93,11 +93,50 @@ def test_equal_checkpoints_have_a_page_without_a_table(page, tmp_path):
     assert told["equal"] == 8 and "8 tensors equal, 0 not" in found.text and found.leaves == []
 
 
-def test_values_that_are_not_numbers_are_shown(page, tmp_path):
+def test_differences_that_are_not_finite_are_ranked_first(page, tmp_path):
+    sizes = {"model.layers.0.up": np.inf, "model.layers.1.up": np.nan, "model.layers.1.down": 2, "model.layers.2.up": 5}
     first = checkpoint(tmp_path / "a.safetensors")
-    second = checkpoint(tmp_path / "b.safetensors", **{"model.layers.0.up": np.full((4, 8), np.inf, np.float32)})
-    told, found = page("diff", first, second, code=1)
-    assert found.leaf("model.layers.0.up")[5] == "inf" and told["differences"][0]["largest"] == "inf"
+    changed = {name: np.full((4, 8), 1 + size, np.float32) for name, size in sizes.items()}
+    told, found = page("diff", first, checkpoint(tmp_path / "b.safetensors", **changed), code=1)
+    texts = ["inf", "nan", "2", "5"]
+    assert {d["name"]: d["largest"] for d in told["differences"]} == dict(zip(sizes, ["inf", "nan", 2, 5], strict=True))
+    assert [found.leaf(name)[5] for name in sizes] == texts
+    assert [cells[2] for cells in found.bars("Largest differences")] == ["nan", "inf", "5", "2"]
+    assert "bars of nan and inf are full" in found.text
+    assert found.group("1.")[5] == "nan" and found.group("model.layers.")[5] == "nan"
+    values = {attributes.get("data-value") for row in found.rows for _, attributes in row}
+    assert {"Infinity", "NaN", "2.0", "5.0"} <= values and "inf" not in values  # as JavaScript reads numbers
+
+
+def test_an_infinite_difference_is_above_finite_ones(page, tmp_path):
+    first = checkpoint(tmp_path / "a.safetensors")
+    changed = {f"model.layers.0.{name}": np.full((4, 8), n, np.float32) for name, n in (("up", np.inf), ("down", 2))}
+    _, found = page("diff", first, checkpoint(tmp_path / "b.safetensors", **changed), code=1)
+    assert found.group("model.layers.0.")[5] == "inf"
+
+
+def test_bars_of_the_largest_float64_have_a_width(page, tmp_path):
+    first = checkpoint(tmp_path / "a.safetensors", w=np.zeros(2), v=np.zeros(2))
+    second = checkpoint(tmp_path / "b.safetensors", w=np.full(2, 1.2e308), v=np.full(2, 0.6e308))
+    _, found = page("diff", first, second, code=1)
+    assert [cells[2] for cells in found.bars("Largest differences")] == ["1.2e+308", "6e+307"]
+    widths = [value for tag, name, value in found.attributes if (tag, name) == ("rect", "width")]
+    assert {"1000.0", "500.0"} <= {*widths} and "inf" not in widths
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_ends_of_lines_in_names_are_shown(command, page, tmp_path):
+    names = ("new\nline", "new line")
+    first, second = (
+        checkpoint(tmp_path / f"{n}.safetensors", **dict.fromkeys(names, np.float32([n]))) for n in range(2)
+    )
+    _, found = page(command, first, *([second] if command == "diff" else []), code=int(command == "diff"))
+    assert found.leaf("new\\nline") and found.leaf("new line") and "new\nline" not in found.text
+
+
+def test_one_parameter_is_singular(page, tmp_path):
+    _, found = page("inspect", checkpoint(tmp_path / "a.safetensors", **{"x.a": np.zeros(1), "x.b": np.zeros(0)}))
+    assert found.group("x.")[2] == "1 parameter"
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff"])
@@ -129,6 +168,15 @@ def test_of_very_many_names_the_largest_are_listed(page, tmp_path):
     assert len(told["tensors"]) == 8008 and len(found.leaves) == MOST_ROWS
     assert "Only the largest 4,000 rows are listed; --json lists everything." in found.text
     assert found.leaf("model.embed")[1] == "float16"
+
+
+def test_names_without_numbers_share_no_row_and_the_page_does_not_say_so(page, tmp_path):
+    letters = "abcdefghijklmnopqr"
+    words = [a + b + c for a in letters for b in letters for c in letters]
+    save_file({word: np.zeros(2, np.int8) for word in words}, tmp_path / "a.safetensors")
+    _, found = page("inspect", str(tmp_path / "a.safetensors"))
+    assert len(found.leaves) == MOST_ROWS and "share a row" not in found.text
+    assert "5,832 tensors. Only the largest 4,000 rows are listed; --json lists everything." in found.text
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("diff", "SAME")])

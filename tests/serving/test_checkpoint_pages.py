@@ -20,7 +20,12 @@ from shardload.serving.site.tensor_tree import matching
 from shardload.stores.web_folders import links
 
 ODD = 'a "b" <i>&x; ü %20'
-NAMES = ("</script><script>alert(1)</script>", "a\"onmouseover='x' b.\x1b[31m\u202e", "<img src=x onerror=alert(1)>")
+NAMES = (
+    "</script><script>alert(1)</script>",
+    "a\"onmouseover='x' b.\x1b[31m\u202e",
+    "<img src=x onerror=alert(1)>",
+    "new\nline",
+)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +132,7 @@ def test_names_from_files_never_become_markup(server):
     page = seen(server, f"/ui/checkpoints/{quote(ODD)}")
     assert not page.found("img", "src")
     assert "\x1b" not in page.text and "\u202e" not in page.text and r"\x1b[31m\u202e" in page.text
-    assert "</script><script>alert(1)</" in page.text
+    assert "</script><script>alert(1)</" in page.text and r"new\nline" in page.text
     assert f"/{quote(ODD)}/model.safetensors" in page.found("a", "href")
 
 

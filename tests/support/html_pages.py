@@ -1,5 +1,6 @@
 """Reads a page that a report was written to, as a test needs it: its elements, attributes, text, and rows of tables."""
 
+import re
 from collections import Counter
 from html.parser import HTMLParser
 
@@ -40,6 +41,12 @@ class ParsedPage(HTMLParser):
     def row(self, name):
         """Return the texts of the first row of any table that begins with a name."""
         return next([text for text, _ in row] for row in self.rows if row and row[0][0] == name)
+
+    def bars(self, heading):
+        """Return the texts of the rows of a chart, the longest bar first."""
+        charts = re.findall(r"<section>\n<h2>(.*?)</h2>\n<table class=\"bars\">(.*?)</table>", self.page, re.DOTALL)
+        (chart,) = [table for name, table in charts if name == heading]
+        return [[text for text, _ in row] for row in ParsedPage(f"<table>{chart}</table>").rows]
 
     @property
     def _leaf_rows(self):

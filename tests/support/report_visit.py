@@ -4,6 +4,7 @@ It prints what is wrong as `page_visit` does, and writes screenshots to a folder
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -49,10 +50,11 @@ class ReportVisit(Visit):
         expect(self.page.locator(".group:visible")).to_have_count(0)
         values = self.page.evaluate(
             "column => [...document.querySelectorAll('.names tbody tr:not([hidden])')]"
-            ".map(row => Number(row.cells[column].dataset.value))",
+            ".map(row => Number(row.cells[column].dataset.value ?? -Infinity))",
             column,
         )
-        assert values == sorted(values, reverse=True) and len(values) > 1, values
+        in_order = sorted(values, key=lambda value: (math.isnan(value), value), reverse=True)
+        assert str(values) == str(in_order) and len(values) > 1, values
         self.look(f"{self.name}-list")
         self.page.get_by_label("As a tree").check()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shardload.reports.markup import escaped
+from shardload.reports.markup import escaped, escaped_lines
 from shardload.serving.metrics import Metrics
 from shardload.serving.rack.answers import RemoteFiles
 from shardload.serving.rack.blocks import HELD_BYTES
@@ -83,7 +83,7 @@ def _summary(facts: Mapping[str, Any], *, has_addresses: bool) -> Iterator[str]:
         rows.append(("Removed to make room", format_bytes(cache["removed_bytes"])))
         if not cache["is_on"]:
             rows.append(("Problem", "it cannot be written to; that is tried again each minute"))
-        rows += [("Note", escaped(note)) for note in cache["notes"]]
+        rows += [("Note", escaped_lines(note)) for note in cache["notes"]]
     if has_addresses:
         rows.append(("Blocks that were needed", _listed(facts["blocks"], _FOUND, "{:,}")))
         rows.append(("Bytes read", _listed(facts["received_bytes"], _SOURCES, format_bytes)))
@@ -147,7 +147,7 @@ def _peer(found: Mapping[str, Any]) -> str:
     if found["answered_s"] is not None:
         facts.append(f"answered last at {moment(found['answered_s'])}")
     spans = "".join(f"<span>{fact}</span>" for fact in facts)
-    problem = f'<ul class="result bad"><li>{escaped(found["problem"])}</li></ul>' if found["problem"] else ""
+    problem = f'<ul class="result bad"><li>{escaped_lines(found["problem"])}</li></ul>' if found["problem"] else ""
     return (
         f'<li><span class="name">{escaped(found["url"])}</span><span class="client">{found["state"]}</span>'
         f'<span class="facts-line">{spans}</span>{problem}</li>'

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from shardload.errors import MeshError, ShardloadError, UsageError
 from shardload.loaders.orbax.loader import step_number
-from shardload.reports.markup import escaped
+from shardload.reports.markup import escaped, escaped_lines
 from shardload.reports.name_table import MOST_ROWS
 from shardload.serving.jobs.records import JOB_KINDS
 from shardload.serving.roots.all_roots import AllRoots
@@ -43,7 +43,7 @@ from shardload.serving.site.pages import (
 from shardload.serving.site.plan_view import asked_mesh, command_of, mesh_form, plan_lines
 from shardload.serving.site.tensor_tree import matching, tree_lines, tree_of
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import format_bytes, format_count, plural
+from shardload.units import format_bytes, format_parameters, plural
 
 _MOST_QUERY = 200
 """Most characters of a text that a page repeats in its fields."""
@@ -136,7 +136,7 @@ class ServerPages:
                 )
         except UnansweredError as error:
             status = error.status
-            lines.append(f'<p class="refusal">{escaped(str(error))}</p>')
+            lines.append(f'<p class="refusal">{escaped_lines(str(error))}</p>')
         return answer(
             page(title, lines, scripts=(SCRIPT_PATH, TABLE_PATH) if text and status == 200 else ()), status=status
         )
@@ -250,7 +250,7 @@ def _checkpoint_page(
 def _summary(found: ServedCheckpoint, step: int | None, facts: dict[str, Any]) -> Iterator[str]:
     rows = [
         ("Format", escaped(facts["format"])),
-        ("Tensors", f"{len(facts['tensors']):,}, {format_count(facts['parameters'])} parameters"),
+        ("Tensors", f"{len(facts['tensors']):,}, {format_parameters(facts['parameters'])}"),
         ("Bytes", f"{format_bytes(facts['bytes'])} in tensors, {format_bytes(found.n_bytes)} in all files"),
     ]
     if found.source is not None:
@@ -258,7 +258,7 @@ def _summary(found: ServedCheckpoint, step: int | None, facts: dict[str, Any]) -
     if facts["left_out"]:
         rows.append(("Partial", f"without {plural(facts['left_out'], 'weight')}"))
     if facts["undescribed"]:
-        rows.append(("Model", f"none can be built from it: {escaped(facts['undescribed'])}"))
+        rows.append(("Model", f"none can be built from it: {escaped_lines(facts['undescribed'])}"))
     files = [f'<a href="/{quote(name)}">{escaped(name)}</a> {format_bytes(n)}' for name, n in facts["files"].items()]
     more = [f"and {plural(len(files) - _MOST_FILES, 'file')} more"] if len(files) > _MOST_FILES else []
     rows.append(("Files", "<br>".join(files[:_MOST_FILES] + more)))
@@ -275,7 +275,7 @@ def _summary(found: ServedCheckpoint, step: int | None, facts: dict[str, Any]) -
 
 
 def _refusal(name: str, error: UnansweredError) -> web.Response:
-    return answer(page(name, [f'<p class="refusal">{escaped(str(error))}</p>'], scripts=()), status=error.status)
+    return answer(page(name, [f'<p class="refusal">{escaped_lines(str(error))}</p>'], scripts=()), status=error.status)
 
 
 def _sent(found: bytes) -> web.Response:

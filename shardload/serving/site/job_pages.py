@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from shardload.reports.markup import escaped
+from shardload.reports.markup import escaped, escaped_lines
 from shardload.serving.jobs.queue import Jobs
 from shardload.serving.jobs.records import JOB_KINDS, Job, JobKind
 from shardload.serving.jobs.requests import JOBS_PATH, JobRequests
@@ -51,7 +51,7 @@ class JobPages:
                 await self._started(fields, client_of(request.remote or ""))
         except web.HTTPException as error:
             lines = [
-                f'<p class="refusal" role="alert">{escaped((error.text or "").strip())}</p>',
+                f'<p class="refusal" role="alert">{escaped_lines((error.text or "").strip())}</p>',
                 f'<p><a href="{JOBS_PAGE}">All jobs</a></p>',
             ]
             return answer(page("Jobs", lines, here=JOBS_PAGE, scripts=()), status=error.status)
@@ -146,7 +146,7 @@ def _result(job: Job) -> str:
     found = job.result or {}
     texts = [text for text in (found.get("verdict"), found.get("problem")) if text]
     texts += [*found.get("problems", ()), *found.get("notes", ())]
-    lines = [f"<li>{escaped(text)}</li>" for text in texts[:_MOST_LINES]]
+    lines = [f"<li>{escaped_lines(text)}</li>" for text in texts[:_MOST_LINES]]
     if len(texts) > _MOST_LINES:
         lines.append(f"<li>and {plural(len(texts) - _MOST_LINES, 'more line')}: {_link(f'{JOBS_PATH}/{job.id}')}</li>")
     return f'<ul class="result {"bad" if _is_bad(job) else ""}">{"".join(lines)}</ul>' if lines else ""

@@ -21,7 +21,7 @@ from urllib.parse import quote, urlencode
 from shardload.errors import UsageError
 from shardload.reports import TIMES
 from shardload.reports.facts import Cast, DeviceUse, LayoutSummary, ReadReason, Stages, VariableUse
-from shardload.reports.markup import AXIS_COLOURS, bar_svg, escaped
+from shardload.reports.markup import AXIS_COLOURS, bar_svg, escaped, escaped_lines
 from shardload.reports.name_table import MOST_ROWS
 from shardload.reports.page import Chart, Page, merge_equal
 from shardload.reports.report_page import report_page
@@ -128,7 +128,7 @@ def _costs(plan: Mapping[str, Any], variables: list[VariableUse], mesh: MeshSpec
         rows.append(("To read", f"{alone}; {format_bytes(plan['bytes']['read'])} by one host for all devices"))
     else:
         rows.append(("To read", format_bytes(plan["bytes"]["read"])))
-    rows += [("Note", escaped(note)) for note in plan["notes"]]
+    rows += [("Note", escaped_lines(note)) for note in plan["notes"]]
     yield '<dl class="facts">'
     yield from (f"<dt>{label}</dt><dd>{text}</dd>" for label, text in rows)
     yield "</dl>"
