@@ -82,13 +82,14 @@ def _refused(path: Path, error: OSError, option: str = "") -> WriteError:
 
 
 def _check_apart(path: Path, source: Path, option: str) -> None:
-    """Raise if ``path`` is the file ``source``, or in the folder ``source``, also through links."""
+    """Raise if ``path`` is the file ``source``, or replaces a file of the folder ``source``, also through links."""
     if source.is_dir():
         real = path.resolve()
-        linked = _links(source) if real.exists() else ()
-        if any(_same(parent, source) for parent in real.parents) or any(_same(each, real) for each in linked):
+        if not real.exists() or _is_picture(real):
+            return
+        if any(_same(parent, source) for parent in real.parents) or any(_same(each, real) for each in _links(source)):
             raise typer.BadParameter(
-                f"{str(path)!r} is in {str(source)!r}, which the command reads. Choose a file outside of it",
+                f"{str(path)!r} is in {str(source)!r}, which the command reads. Choose a new name",
                 param_hint=option,
             )
     elif _same(path, source):
@@ -96,6 +97,15 @@ def _check_apart(path: Path, source: Path, option: str) -> None:
             f"{str(path)!r} is the file {str(source)!r}, which the command reads. Choose another name",
             param_hint=option,
         )
+
+
+def _is_picture(path: Path) -> bool:
+    """Return whether a file is a page or a picture, such as one that was written here before."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16).lower().startswith((b"<!doctype html", b"<svg"))
+    except OSError:
+        return False
 
 
 def _links(folder: Path) -> Iterator[Path]:

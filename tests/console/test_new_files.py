@@ -58,10 +58,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("mine.safetensors", "link.html"),
         ("mine.safetensors", "hard.html"),
         ("folder", "folder/notes.html"),
-        ("folder", "folder/new.html"),
-        ("folder", "alias/new.html"),
-        ("alias", "folder/new.html"),
-        (".", "new.html"),
+        ("folder", "alias/notes.html"),
+        ("alias", "folder/notes.html"),
     ],
 )
 @pytest.mark.parametrize(
@@ -86,11 +84,18 @@ def test_what_a_command_reads_is_never_replaced(command, source, page, cli, plac
 
 
 @pytest.mark.parametrize(("option", "name"), [("--svg", "folder/plan.svg"), ("--save-plan", "folder/config.json")])
-def test_no_file_of_a_plan_goes_into_its_source(option, name, cli, place):
-    Path("folder/config.json").write_text("{}")
+def test_no_file_of_a_plan_replaces_one_of_its_source(option, name, cli, place):
+    Path(name).write_text("{}")
     before = contents(place)
     done = cli("plan", "folder", "--mesh", "1x2", option, name)
     assert done.code == 2 and f"{option}: '{name}' is in" in done.error and contents(place) == before
+
+
+def test_a_page_may_be_written_into_the_folder_of_its_source_and_again(cli, place, monkeypatch):
+    monkeypatch.chdir("folder")
+    for _ in range(2):
+        assert cli("inspect", ".", "--html", "page.html").code == 0
+    assert Path("page.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_configuration_is_not_replaced_by_its_plan(cli, place):
@@ -104,7 +109,7 @@ def test_a_layout_and_an_adapter_are_read_too(cli, place):
     Path("rules.html").write_text("{}")
     for given in (
         ("--layout", "rules.html", "--html", "rules.html"),
-        ("--adapter", "folder", "--html", "folder/a.html"),
+        ("--adapter", "folder", "--html", "folder/notes.html"),
     ):
         done = cli("load", "mine.safetensors", *LOAD, *given)
         assert done.code == 2 and "which the command reads" in done.error
