@@ -152,5 +152,5 @@ def test_wrong_argument():
 @pytest.mark.slow
 def test_command(saved):
     found = cli_fakes.shardload("load", str(saved), "--mesh", "1x2", "--io", "direct", "--json")
-    assert DIRECT in found.json["notes"]
+    assert DIRECT in found.json["notes"], found
     assert Path(found.json["source"]) == saved

@@ -75,10 +75,8 @@ def test_the_example_of_a_name_runs(name, made, tmp_path, monkeypatch, capsys):
     code = EXAMPLES[name]
     for place, there in PLACES.items():
         code = code.replace(place, there)
-    try:
+    with shardload.cache(None):  # at its end, the choice of a cache is as before
         exec(compile(code, f"the docstring of {name}", "exec"), given)
-    finally:
-        shardload.cache(None)
 
 
 def is_called(found):
