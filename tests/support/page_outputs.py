@@ -27,7 +27,7 @@ UNSTABLE = (
     (r"─+", "─"),
     (r" +", " "),
 )
-"""What is another in each run, and what stands for it: times (and whether most of one was to prepare), rates, dates,
+"""What differs between runs, and what replaces it: times (and whether most of one was to prepare), rates, dates,
 how JAX writes a layout, the folders of a path, the lengths of bars, and the widths of columns."""
 NUMBERS = (
     *UNSTABLE[:4],
